@@ -1,0 +1,65 @@
+// An arena is one rank's share of a team's peer-mapped memory. All arenas of a team have the same layout:
+//
+//   control   queue, epoch and the counters of the local workers; zeroed once, touched by this rank only
+//   signals   [source][words_per_source], written by peers
+//   staging   two halves; a call uses the half of its epoch's parity
+//
+// Why two halves need no barrier: to start call e, a rank has finished call e-1, in which it heard from every peer; so every
+// peer had started e-1, hence finished e-2, the last call to touch this half. That needs every rank to hear from every other in
+// every call (both ops do: each chunk has at least one row), and one epoch for all ops that share the arena.
+#pragma once
+
+#include "schedule/signals.h"
+
+namespace entwine::schedule {
+
+// What one call needs of its arena.
+struct ArenaDemand {
+  uint32_t words_per_source;
+  uint64_t staging_half;  // bytes
+};
+
+// Staging of one call. Reduce-scatter keeps whole tile images of partial sums, one set per peer (pull: in the producer's arena,
+// by owner; push: in the owner's arena, by source); all-gather keeps the peers' chunks of x.
+ENTWINE_HOST_DEVICE constexpr uint64_t chunk_bytes(Geometry const& g, uint32_t element_bytes) {
+  return uint64_t(g.batch) * g.m_shard * g.k * element_bytes;
+}
+ENTWINE_HOST_DEVICE constexpr uint64_t partials_bytes(Geometry const& g, uint32_t element_bytes) {
+  return uint64_t(g.chunk_tiles()) * g.tile_m * g.tile_n * element_bytes;
+}
+
+// `element_bytes` is that of x (all-gather) or of a partial sum (reduce-scatter).
+constexpr ArenaDemand arena_demand(Op op, Geometry const& g, uint32_t parts, uint32_t element_bytes) {
+  uint64_t per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, element_bytes) : partials_bytes(g, element_bytes);
+  return {signals_per_source(op, g, parts), round_up(per_peer * (g.ranks - 1), 1024)};
+}
+
+struct ArenaLayout {
+  uint32_t ranks;
+  uint32_t words_per_source;
+  uint64_t staging_half;
+
+  // Control: kHeaderBytes, then one arrival counter per (peer, signal word) for pushers that share a row block.
+  static constexpr uint64_t kHeaderBytes = 1024;
+  constexpr uint64_t arrivals_offset() const { return kHeaderBytes; }
+  constexpr uint64_t signals_offset() const { return round_up(arrivals_offset() + words() * 4, 1024); }
+  constexpr uint64_t staging_offset(uint32_t parity) const {
+    return round_up(signals_offset() + words() * 4, 1024) + parity * staging_half;
+  }
+  constexpr uint64_t bytes() const { return staging_offset(2); }
+  constexpr bool fits(ArenaDemand const& d) const {
+    return d.words_per_source <= words_per_source && d.staging_half <= staging_half;
+  }
+
+ private:
+  constexpr uint64_t words() const { return uint64_t(ranks) * words_per_source; }
+};
+
+// The layout of a team's next arena: twice what the last one held, or what the call needs.
+constexpr ArenaLayout grown(ArenaLayout const& last, ArenaDemand const& d) {
+  uint32_t words = larger(last.words_per_source * 2, d.words_per_source);
+  uint64_t half = last.staging_half * 2 < d.staging_half ? d.staging_half : last.staging_half * 2;
+  return {last.ranks, larger(words, 4096), half < (1u << 20) ? (1u << 20) : half};
+}
+
+}  // namespace entwine::schedule

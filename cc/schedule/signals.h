@@ -1,0 +1,34 @@
+// Signals: 32-bit words in the arena which tell that bytes have landed.
+//
+// A word has one writer, the rank in whose source region it lies, for all ops that share the arena; its value is the epoch of
+// the call plus one and only grows (modulo 2^32). So a word is never reset, and a late write of an earlier call can't undo a
+// later one. (Regions are of fixed size for that reason: words of varying shapes must not move between writers.)
+#pragma once
+
+#include "schedule/geometry.h"
+
+namespace entwine::schedule {
+
+ENTWINE_HOST_DEVICE constexpr uint32_t signal_value(uint32_t epoch) { return epoch + 1; }
+
+// Wrap-safe `seen >= wanted`.
+ENTWINE_HOST_DEVICE constexpr bool signal_reached(uint32_t seen, uint32_t wanted) { return static_cast<int32_t>(seen - wanted) >= 0; }
+
+// Where source `source` signals: word `index` of its region.
+ENTWINE_HOST_DEVICE constexpr uint32_t signal_word(uint32_t source, uint32_t words_per_source, uint32_t index) {
+  return source * words_per_source + index;
+}
+
+// GEMM + reduce-scatter: one word per part of a tile; `tile` is the raster index in the owner's chunk. A Hopper cluster tile
+// comes in four parts (2 CTAs x 2 warpgroups), a host tile in one.
+ENTWINE_HOST_DEVICE constexpr uint32_t partial_signal(uint32_t tile, uint32_t part, uint32_t parts) { return tile * parts + part; }
+
+// All-gather + GEMM: one word per row block of the source's chunk.
+ENTWINE_HOST_DEVICE constexpr uint32_t gathered_signal(uint32_t row) { return row; }
+
+// Words that one source raises at one destination.
+ENTWINE_HOST_DEVICE constexpr uint32_t signals_per_source(Op op, Geometry const& g, uint32_t parts) {
+  return op == Op::kAllGatherMatmul ? g.chunk_rows() : g.chunk_tiles() * parts;
+}
+
+}  // namespace entwine::schedule
