@@ -11,8 +11,10 @@ namespace entwine::schedule {
 
 ENTWINE_HOST_DEVICE constexpr uint32_t signal_value(uint32_t epoch) { return epoch + 1; }
 
-// Wrap-safe `seen >= wanted`.
-ENTWINE_HOST_DEVICE constexpr bool signal_reached(uint32_t seen, uint32_t wanted) { return static_cast<int32_t>(seen - wanted) >= 0; }
+// Whether a word that holds `seen` has been raised in the call that waits for `wanted`. A peer is at most one call ahead (see
+// arena_layout.h), so the word holds `wanted` or the next value then. All else is old, however old: a plain wrap-safe
+// `seen >= wanted` would take a word for raised which no call has used for 2^31 epochs.
+ENTWINE_HOST_DEVICE constexpr bool signal_reached(uint32_t seen, uint32_t wanted) { return seen - wanted <= 1; }
 
 // Where source `source` signals: word `index` of its region.
 ENTWINE_HOST_DEVICE constexpr uint32_t signal_word(uint32_t source, uint32_t words_per_source, uint32_t index) {

@@ -1,0 +1,194 @@
+#include "ffi/cpu_handlers.h"
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ffi/problem.h"
+#include "host/team.h"
+
+namespace entwine {
+namespace {
+
+namespace ffi = xla::ffi;
+namespace nb = nanobind;
+using schedule::Op;
+
+constexpr int64_t kMaxWorkers = 64;
+
+// One custom call of one executable; XLA makes one for all virtual devices when it compiles the program. Devices come to it on
+// different threads and, with several calls in a program, in different orders: `next` says which of its calls a device is at.
+struct CallSite {
+  static ffi::TypeId id;
+
+  uint64_t const number = [] {
+    static std::atomic<uint64_t> sites{0};
+    return sites.fetch_add(1);
+  }();
+
+  // The key of this rank's next call here. XLA:CPU runs a program on several devices as a whole, one after another.
+  host::CallKey next(int64_t run, int64_t team, uint32_t rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Place& place = places_[{team, rank}];
+    if (place.run != run) place = {run, 0};
+    return {number, run, place.count++};
+  }
+
+ private:
+  struct Place {
+    int64_t run = -1;
+    uint64_t count = 0;
+  };
+  std::mutex mutex_;
+  std::map<std::pair<int64_t, uint32_t>, Place> places_;
+};
+ffi::TypeId CallSite::id = XLA_FFI_UNKNOWN_TYPE_ID;
+
+// The team whose ranks have these logical ids. Teams are never destroyed: their threads may outlive main().
+host::Team& team_of(std::vector<int64_t> const& ids) {
+  static auto* mutex = new std::mutex;
+  static auto* teams = new std::map<std::vector<int64_t>, std::unique_ptr<host::Team>>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::unique_ptr<host::Team>& team = (*teams)[ids];
+  if (!team) team = std::make_unique<host::Team>(static_cast<uint32_t>(ids.size()));
+  return *team;
+}
+
+std::optional<host::Element> element(ffi::DataType type) {
+  switch (type) {
+    case ffi::BF16:
+      return host::Element::kBf16;
+    case ffi::F16:
+      return host::Element::kF16;
+    case ffi::F32:
+      return host::Element::kF32;
+    default:
+      return std::nullopt;
+  }
+}
+
+template <typename... Words>
+ffi::Error failure(ffi::ErrorCode code, Op op, Words const&... words) {
+  std::ostringstream text;
+  text << "entwine_jax." << op_name(op) << ": ";
+  (text << ... << words);
+  return ffi::Error(code, text.str());
+}
+template <typename... Words>
+ffi::Error invalid(Op op, Words const&... words) {
+  return failure(ffi::ErrorCode::kInvalidArgument, op, words...);
+}
+
+ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y) {
+  ffi::ErrorOr<Problem> problem = decode_problem(op, a, x, w, y);
+  if (problem.has_error()) return ffi::Unexpected(problem.error());
+  auto in = element(problem->in), out = element(problem->out);
+  if (!in || !out || (in != out && out != host::Element::kF32))
+    return ffi::Unexpected(invalid(op, "on CPU x and w must be bfloat16, float16 or float32 and the result the same or float32, not ",
+                                   problem->in, " and ", problem->out, "; use strategy=\"xla\""));
+  if (a.workers < 1 || a.workers > kMaxWorkers)
+    return ffi::Unexpected(invalid(op, "workers must be 1 to ", kMaxWorkers, ", not ", a.workers));
+  if (a.timeout_ms < 0 || a.stall_us < 0)
+    return ffi::Unexpected(invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
+
+  host::CallSpec spec{op_name(op), op, problem->geometry, problem->plan, problem->transpose_w, *in, *out};
+  spec.workers = static_cast<uint32_t>(a.workers);
+  spec.timeout = host::Timeout(a.timeout_ms);
+  spec.stall_us = static_cast<uint32_t>(a.stall_us);
+  spec.stall_seed = static_cast<uint64_t>(a.stall_seed);
+  return spec;
+}
+
+// Puts the call in its team's hands; `promise` is kept when this rank's part is done.
+ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                 ffi::BufferR1<ffi::S32> where, ffi::AnyBuffer y, ffi::Promise promise) {
+  ffi::ErrorOr<host::CallSpec> spec = decode_spec(op, a, x, w, y);
+  if (spec.has_error()) return spec.error();
+  if (where.element_count() != 2) return invalid(op, "where must hold a team index and a rank");
+  int64_t team = where.typed_data()[0], rank = where.typed_data()[1], teams = a.groups.size() / a.team_size;
+  if (team < 0 || team >= teams || rank < 0 || rank >= a.team_size)
+    return invalid(op, "rank ", rank, " of team ", team, " does not exist: there are ", teams, " teams of ", a.team_size);
+
+  int64_t const* ids = a.groups.begin() + team * a.team_size;
+  auto done = [promise](std::string const* error) mutable {
+    if (error == nullptr)
+      promise.SetAvailable();
+    else
+      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
+  };
+  try {
+    uint32_t r = static_cast<uint32_t>(rank);
+    team_of({ids, ids + a.team_size})
+        .submit(r, site->next(run, team, r), *spec, {x.untyped_data(), w.untyped_data(), y.untyped_data()}, done);
+  } catch (std::bad_alloc const&) {
+    return failure(ffi::ErrorCode::kResourceExhausted, op, "no memory for arenas with two halves of ", spec->demand().staging_half,
+                   " bytes for each of ", a.team_size, " ranks; use smaller operands or strategy=\"xla\"");
+  }
+  return ffi::Error::Success();
+}
+
+template <Op op>
+ffi::Future execute(CallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::BufferR1<ffi::S32> where,
+                    ffi::Result<ffi::AnyBuffer> y, CallAttributes attributes) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  ffi::Error error = start(op, site, run.run_id, attributes, x, w, where, *y, promise);
+  if (error.failure()) promise.SetError(error);
+  return future;
+}
+
+template <Op op>
+XLA_FFI_Error* execute_handler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::State<CallSite>>()
+                             .Ctx<ffi::RunId>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::BufferR1<ffi::S32>>()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attrs<CallAttributes>()
+                             .To(execute<op>)
+                             .release();
+  return handler->Call(frame);
+}
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(CallAttributes) { return std::make_unique<CallSite>(); }
+
+XLA_FFI_Error* instantiate_handler(XLA_FFI_CallFrame* frame) {
+  // The state's type must be known to XLA before the handler is; XLA's first question, for the handler's metadata, brings the API.
+  static constexpr ffi::TypeInfo info = ffi::MakeTypeInfo<CallSite>();
+  static std::mutex mutex;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (CallSite::id.type_id == XLA_FFI_UNKNOWN_TYPE_ID.type_id)
+      if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(frame->api, "entwine_jax.CallSite", &CallSite::id, &info)) return error;
+  }
+  static auto* handler = ffi::Ffi::BindInstantiate().Attrs<CallAttributes>().To(instantiate).release();
+  return handler->Call(frame);
+}
+
+template <Op op>
+nb::dict stages() {
+  nb::dict stages;
+  stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate_handler));
+  stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute_handler<op>));
+  return stages;
+}
+
+}  // namespace
+
+nb::dict cpu_registrations() {
+  nb::dict targets;
+  targets["entwine_all_gather_matmul"] = stages<Op::kAllGatherMatmul>();
+  targets["entwine_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter>();
+  return targets;
+}
+
+}  // namespace entwine

@@ -1,0 +1,36 @@
+// Thread block clusters and register budgets.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel/ptx/mbarrier.cuh"
+
+namespace entwine::ptx {
+
+__device__ __forceinline__ uint32_t cta_in_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Every thread of the cluster must come, its warp converged.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A plain store into CTA `cta`'s shared memory; a cluster_sync() makes it visible.
+__device__ __forceinline__ void store_shared_at_cta(uint32_t address, uint32_t cta, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(map_to_cta(address, cta)), "r"(value) : "memory");
+}
+
+// A warpgroup gives registers up or takes them; ignored without __launch_bounds__(threads, 1).
+template <int kRegisters>
+__device__ __forceinline__ void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace entwine::ptx

@@ -1,0 +1,73 @@
+// Loads, stores and fences that order memory between threads, GPUs and proxies.
+#pragma once
+
+#include <cstdint>
+
+namespace entwine::ptx {
+
+__device__ __forceinline__ uint32_t load_acquire_system(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ uint32_t add_relaxed(uint32_t* word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+
+// What this thread acquired through generic loads becomes visible to its later TMA reads of global memory.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// What this thread wrote to shared memory becomes visible to TMA stores that another thread issues after a barrier.
+__device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Shared memory by 32-bit address.
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint64_t load_shared_64(uint32_t address) {
+  uint64_t value;
+  asm volatile("ld.volatile.shared.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_64(uint32_t address, uint64_t value) {
+  asm volatile("st.volatile.shared.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
+}  // namespace entwine::ptx

@@ -1,0 +1,135 @@
+#include "kernel/sm90.h"
+
+#include <cstring>
+
+#include "kernel/sm90/params.h"
+#include "kernel/sm90/shape.h"
+#include "kernel/tensor_map.h"
+
+namespace entwine::sm90 {
+namespace {
+
+using schedule::Geometry;
+using schedule::Op;
+
+constexpr uint32_t kImageRows = kImageBytes / 128;
+
+// x or y as (inner, row, chunk, batch): the rows of a batch are the chunks in rank order.
+TensorView whole_view(void const* data, uint64_t inner, Geometry const& g, uint64_t element_bytes) {
+  uint64_t row = inner * element_bytes, chunk = g.m_shard * row;
+  return {data, element_bytes == 4, 4, {inner, g.m_shard, g.ranks, g.batch}, {row, chunk, chunk * g.ranks}, {}};
+}
+// One or several chunks as (inner, row, batch, chunk).
+TensorView chunk_view(void const* data, uint64_t inner, Geometry const& g, uint64_t chunks, uint64_t element_bytes) {
+  uint64_t row = inner * element_bytes, batch = g.m_shard * row;
+  return {data, element_bytes == 4, 4, {inner, g.m_shard, g.batch, chunks}, {row, batch, batch * g.batch}, {}};
+}
+
+bool encode(TensorView view, uint32_t inner, uint32_t rows, CUtensorMap* map) {
+  view.box[0] = inner;
+  view.box[1] = rows;
+  view.box[2] = view.box[3] = 1;
+  return encode_tensor_map(view, map);
+}
+
+Kernel pick_kernel(Op op, bool transposed_w, bool float_out, int* shared_bytes) {
+  return op == Op::kAllGatherMatmul ? all_gather_matmul_kernel(transposed_w, float_out, shared_bytes)
+                                    : matmul_reduce_scatter_kernel(transposed_w, float_out, shared_bytes);
+}
+
+}  // namespace
+
+std::string unsupported(Call const& call) {
+  Geometry const& g = call.geometry;
+  if (g.tile_m != schedule::kSm90TileM || g.tile_n != schedule::kSm90TileN)
+    return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) + ": the sm_90 kernels have one tile, " +
+           std::to_string(schedule::kSm90TileM) + " x " + std::to_string(schedule::kSm90TileN) + "; leave both unset";
+  auto pitch = [](char const* what, uint64_t bytes) {
+    return std::string("rows of ") + what + " are " + std::to_string(bytes) +
+           " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
+  };
+  uint64_t out = call.float_out ? 4 : 2;
+  if (g.k * uint64_t{2} % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * uint64_t{2});
+  if (!call.transposed_w && g.n * uint64_t{2} % 16 != 0) return pitch("w", g.n * uint64_t{2});
+  if (g.n * out % 16 != 0) return pitch("the result", g.n * out);
+  if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
+    return "a chunk of " + std::to_string(g.chunk_rows()) + " x " + std::to_string(g.cols()) + " tiles is past the limit of " +
+           std::to_string(kMaxRowBlocks) + " x " + std::to_string(kMaxCols) + ": split the matmul or pass strategy=\"xla\"";
+  return "";
+}
+
+cudaError_t load_kernels() {
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+    for (bool transposed_w : {false, true})
+      for (bool float_out : {false, true}) {
+        int shared_bytes = 0;
+        auto kernel = reinterpret_cast<void const*>(pick_kernel(op, transposed_w, float_out, &shared_bytes));
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (error != cudaSuccess) return error;
+      }
+  return cudaSuccess;
+}
+
+cudaError_t launch(Call const& call, cudaStream_t stream) {
+  Geometry const& g = call.geometry;
+  bool gather = call.op == Op::kAllGatherMatmul;
+  Params p;
+  std::memset(&p, 0, sizeof p);
+
+  uint64_t out = call.float_out ? 4 : 2;
+  uint32_t image_cols = static_cast<uint32_t>(128 / out);
+  TensorView w = call.transposed_w ? TensorView{call.w, false, 2, {g.k, g.n}, {g.k * uint64_t{2}}, {kBlockK, kTileN / 2}}
+                                   : TensorView{call.w, false, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
+  bool ok = encode_tensor_map(w, &p.w);
+  if (gather) {
+    ok = ok && encode(chunk_view(call.x, g.k, g, 1, 2), kBlockK, kCtaM, &p.x);
+    for (uint32_t parity = 0; parity < 2; ++parity)
+      ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g, g.ranks - 1, 2), kBlockK, kCtaM,
+                        &p.gathered[parity]);
+    ok = ok && encode(whole_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
+  } else {
+    ok = ok && encode(whole_view(call.x, g.k, g, 2), kBlockK, kCtaM, &p.x);
+    ok = ok && encode(chunk_view(call.y, g.n, g, 1, out), image_cols, kImageRows, &p.y);
+  }
+  if (!ok) return cudaErrorInvalidValue;
+
+  p.raster = {g.chunk_rows(), g.cols(), call.plan.raster};
+  p.ranks = g.ranks;
+  p.rank = call.rank;
+  p.row_blocks = g.row_blocks();
+  p.k_blocks = schedule::ceil_div(g.k, kBlockK);
+  p.clusters = schedule::smaller(call.multiprocessors / kCtas, g.tiles());
+  p.lead = call.plan.lead;
+  p.pull = call.plan.transport == schedule::Transport::kPull;
+  p.pushers = call.plan.pushers;
+  p.m_shard = g.m_shard;
+  p.row_bytes = g.k * uint64_t{2};
+  p.units_per_block = static_cast<uint32_t>(
+      schedule::ceil_div64(schedule::smaller(g.tile_m, g.m_shard) * p.row_bytes, kUnitBytes));
+  p.x_data = static_cast<uint8_t const*>(call.x);
+  for (uint32_t r = 0; r < g.ranks; ++r) p.arena[r] = call.arenas[r];
+  p.arrivals_offset = call.arena.arrivals_offset();
+  p.signals_offset = call.arena.signals_offset();
+  p.staging_offset = call.arena.staging_offset(0);
+  p.staging_half = call.arena.staging_half;
+  p.words_per_source = call.arena.words_per_source;
+  p.timeout_ns = call.timeout_ns;
+  p.stuck = call.stuck;
+
+  int shared_bytes = 0;
+  Kernel kernel = pick_kernel(call.op, call.transposed_w, call.float_out, &shared_bytes);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = kCtas;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kCtas * p.clusters);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+}  // namespace entwine::sm90

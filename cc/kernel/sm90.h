@@ -1,0 +1,45 @@
+// Host interface of the sm_90a kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "schedule/arena_layout.h"
+#include "schedule/plan.h"
+
+namespace entwine::sm90 {
+
+struct StuckReport;
+
+struct Call {
+  schedule::Op op;
+  schedule::Geometry geometry;
+  schedule::Plan plan;
+  bool transposed_w, float_out;
+  void const *x, *w;
+  void* y;
+  schedule::ArenaLayout arena;
+  uint8_t* const* arenas;  // every rank's, mapped here
+  uint32_t rank;
+  uint32_t multiprocessors;
+  uint64_t timeout_ns;  // of any one wait for a peer; 0: none
+  StuckReport* stuck;
+};
+
+// "" or why the kernels can't take this call: dtypes are checked by the caller.
+std::string unsupported(Call const& call);
+
+// Loads every kernel of this file set on the current device and sets their attributes: once a device, before anything spins.
+cudaError_t load_kernels();
+
+// Enqueues one kernel; nothing else happens on the device or the host.
+cudaError_t launch(Call const& call, cudaStream_t stream);
+
+// One .cu file an op; picked by launch() and load_kernels().
+using Kernel = void (*)(struct Params);
+Kernel all_gather_matmul_kernel(bool transposed_w, bool float_out, int* shared_bytes);
+Kernel matmul_reduce_scatter_kernel(bool transposed_w, bool float_out, int* shared_bytes);
+
+}  // namespace entwine::sm90

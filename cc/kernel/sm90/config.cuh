@@ -1,0 +1,102 @@
+// Compile-time shape of a kernel and its shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "kernel/sm90/params.h"
+#include "kernel/sm90/shape.h"
+#include "schedule/signals.h"
+
+namespace entwine::sm90 {
+
+template <schedule::Op kOp_, bool kTransposedW_, typename Out_>
+struct Config {
+  static constexpr schedule::Op kOp = kOp_;
+  static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul;
+  static constexpr bool kTransposedW = kTransposedW_;  // w is stored (n, k)
+  using Out = Out_;
+  static constexpr bool kFloatOut = sizeof(Out) == 4;
+
+  // Three stages are as fast as four; the rest of shared memory holds partials in flight or the pusher's ring.
+  static constexpr int kStages = 3;
+  static constexpr int kABytes = kCtaM * kBlockK * 2, kBBytes = kTileN * kBlockK * 2, kStageBytes = kABytes + kBBytes;
+  static constexpr int kBuffers = kGather ? 2 : 4;                       // C buffers of a warpgroup
+  static constexpr int kImageCols = 128 / static_cast<int>(sizeof(Out));
+  static constexpr int kImages = kTileN / kImageCols;                    // images in a warpgroup's part of a tile
+  static constexpr int kPartBytes = kImages * kImageBytes;
+  static constexpr int kPieces = kGather ? 6 : 0;                        // pieces in the pusher's ring
+};
+
+// Offsets into shared memory, from a 1024-byte-aligned base.
+template <class C>
+struct Shared {
+  uint32_t base;
+
+  static constexpr int kA = 0, kB = kA + C::kStages * C::kABytes, kC = kB + C::kStages * C::kBBytes;
+  static constexpr int kRing = kC + kConsumers * C::kBuffers * kImageBytes;
+  static constexpr int kBarriers = kRing + C::kPieces * kPieceBytes;
+  static constexpr int kEmpty = kBarriers + 8 * C::kStages;
+  static constexpr int kBufferReady = kEmpty + 8 * C::kStages;
+  static constexpr int kBufferDone = kBufferReady + 8 * kConsumers * C::kBuffers;
+  static constexpr int kTileReady = kBufferDone + 8 * kConsumers * C::kBuffers;
+  static constexpr int kTileTaken = kTileReady + 8;
+  static constexpr int kPieceLoaded = kTileTaken + 8;
+  static constexpr int kUnits = kPieceLoaded + 8 * C::kPieces;   // {destination, unit, bytes} a unit in flight
+  static constexpr int kTileSlot = kUnits + 24 * (C::kGather ? kUnitsInFlight : 0);
+  static constexpr int kFirstClaim = kTileSlot + 4, kEpoch = kTileSlot + 8;
+  static constexpr int kBytes = kTileSlot + 16;
+  static constexpr int kAllocated = kBytes + 1024;  // room to align the base
+  static_assert(kAllocated <= kSharedLimit, "shared memory of one CTA");
+
+  __device__ __forceinline__ uint32_t a(uint32_t stage) const { return base + kA + stage * C::kABytes; }
+  __device__ __forceinline__ uint32_t b(uint32_t stage) const { return base + kB + stage * C::kBBytes; }
+  __device__ __forceinline__ uint32_t image(uint32_t consumer, uint32_t buffer) const {
+    return base + kC + (consumer * C::kBuffers + buffer) * kImageBytes;
+  }
+  __device__ __forceinline__ uint32_t piece(uint32_t slot) const { return base + kRing + slot * kPieceBytes; }
+  // Loader -> consumers: a stage's bytes have come. Consumers of both CTAs -> loader: its operands have been read.
+  __device__ __forceinline__ uint32_t full(uint32_t stage) const { return base + kBarriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(uint32_t stage) const { return base + kEmpty + 8 * stage; }
+  // Storer -> its consumer: the buffer is free, or holds a partial. Consumer -> storer: the buffer holds what to store, or its
+  // partial has been added.
+  __device__ __forceinline__ uint32_t buffer_ready(uint32_t consumer, uint32_t buffer) const {
+    return base + kBufferReady + 8 * (consumer * C::kBuffers + buffer);
+  }
+  __device__ __forceinline__ uint32_t buffer_done(uint32_t consumer, uint32_t buffer) const {
+    return base + kBufferDone + 8 * (consumer * C::kBuffers + buffer);
+  }
+  // Scheduler -> all roles of both CTAs: the slot holds the next tile. Roles -> scheduler (leader CTA): taken.
+  __device__ __forceinline__ uint32_t tile_ready() const { return base + kTileReady; }
+  __device__ __forceinline__ uint32_t tile_taken() const { return base + kTileTaken; }
+  __device__ __forceinline__ uint32_t tile_slot() const { return base + kTileSlot; }
+  __device__ __forceinline__ uint32_t first_claim() const { return base + kFirstClaim; }
+  __device__ __forceinline__ uint32_t epoch() const { return base + kEpoch; }
+  // Pusher, to itself: a piece has come from x.
+  __device__ __forceinline__ uint32_t piece_loaded(uint32_t slot) const { return base + kPieceLoaded + 8 * slot; }
+  __device__ __forceinline__ uint32_t unit(uint32_t index) const { return base + kUnits + 24 * (index % kUnitsInFlight); }
+};
+
+// What every role of a CTA knows.
+template <class C>
+struct Cta {
+  Params const& params;
+  Shared<C> shared;
+  uint32_t rank_in_cluster;
+  uint32_t first_claim;  // the cluster's ticket
+  uint32_t epoch;
+
+  __device__ __forceinline__ uint32_t parity() const { return epoch & 1; }
+  __device__ __forceinline__ Control* control() const { return reinterpret_cast<Control*>(params.arena[params.rank]); }
+  __device__ __forceinline__ uint8_t* staging(uint32_t rank) const {
+    return params.arena[rank] + params.staging_offset + parity() * params.staging_half;
+  }
+  // Word `index` that `source` raises at `destination`.
+  __device__ __forceinline__ uint32_t* signal(uint32_t destination, uint32_t source, uint32_t index) const {
+    return reinterpret_cast<uint32_t*>(params.arena[destination] + params.signals_offset) +
+           schedule::signal_word(source, params.words_per_source, index);
+  }
+};
+
+}  // namespace entwine::sm90

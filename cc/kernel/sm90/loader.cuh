@@ -1,0 +1,59 @@
+// Loader: one thread a CTA, TMA loads of x and w into the pipeline's stages.
+//
+// x coordinates, all-gather: (k, row, batch, chunk), the own x has one chunk, the gathered window ranks-1 by peer_slot;
+// reduce-scatter: (k, row, chunk, batch), the rows of a batch are the chunks in rank order. Rows past a chunk and k past the end
+// read as zeros. w coordinates: (n, k), or (k, n) when stored transposed.
+#pragma once
+
+#include "kernel/ptx/tma.cuh"
+#include "kernel/sm90/scheduler.cuh"
+#include "kernel/sm90/wait.cuh"
+
+namespace entwine::sm90 {
+
+template <class C>
+__device__ __forceinline__ void load_operands(Cta<C> const& cta) {
+  Params const& p = cta.params;
+  Shared<C> const& shared = cta.shared;
+  TileStream<C> tiles(shared);
+  uint32_t stage = 0, phase = 1;
+  uint32_t ask_at = p.k_blocks > kClaimAhead ? p.k_blocks - kClaimAhead : 0;
+  for (uint32_t packed; (packed = tiles.next()) != kNoTile;) {
+    schedule::Tile tile = unpack_tile(packed);
+    uint32_t batch = tile.row / p.row_blocks;
+    uint32_t row = (tile.row - batch * p.row_blocks) * schedule::kSm90TileM + cta.rank_in_cluster * kCtaM;
+    CUtensorMap const* x = &p.x;
+    uint32_t third = tile.owner, fourth = batch;
+    if constexpr (C::kGather) {
+      third = batch;
+      fourth = 0;
+      if (tile.owner != p.rank) {
+        wait_for_peer(cta, cta.signal(p.rank, tile.owner, schedule::gathered_signal(tile.row)), tile.owner, tile.row, tile.col);
+        x = &p.gathered[cta.parity()];
+        fourth = schedule::peer_slot(p.rank, tile.owner);
+      }
+    }
+    for (uint32_t k = 0; k < p.k_blocks; ++k) {
+      if (k == ask_at) tiles.taken();
+      ptx::mbarrier_wait(shared.empty(stage), phase);
+      ptx::mbarrier_arrive_expect(shared.full(stage), C::kStageBytes);
+      ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), k * kBlockK, row, third, fourth);
+      // Each CTA loads half of w's tile for both.
+      constexpr uint16_t kBoth = 3;
+      if constexpr (C::kTransposedW) {
+        uint32_t half = cta.rank_in_cluster * (kTileN / 2);
+        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockK * 2, shared.full(stage), k * kBlockK, tile.col * kTileN + half, kBoth);
+      } else {
+        for (uint32_t panel = cta.rank_in_cluster * 2; panel < cta.rank_in_cluster * 2 + 2; ++panel)
+          ptx::tma_load_2d(&p.w, shared.b(stage) + panel * kImageBytes, shared.full(stage), tile.col * kTileN + panel * 64, k * kBlockK,
+                           kBoth);
+      }
+      if (++stage == C::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+}
+
+}  // namespace entwine::sm90

@@ -1,0 +1,54 @@
+// What a launch hands the kernel, filled in by the host.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "schedule/tile_order.h"
+
+namespace entwine::sm90 {
+
+// The head of an arena, in device memory so that replayed CUDA graphs see it change. Zeroed once; every launch leaves
+// `claim` 0 and `epoch` one higher. `push` is used by parity of the epoch; a launch clears the next one's.
+struct Control {
+  uint32_t claim;
+  uint32_t epoch;
+  uint32_t push[2];
+  uint32_t stuck;
+};
+
+// What a stuck wait waited for; in pinned host memory, which outlives the kernel that ends itself.
+struct StuckReport {
+  uint32_t written;  // last
+  uint32_t op, rank, peer, row, col, epoch, seen, wanted;
+};
+
+struct Params {
+  // x; the peers' gathered chunks by epoch parity (all-gather); w; y. Coordinates: see loader.cuh and storer.cuh.
+  CUtensorMap x, gathered[2], w, y;
+
+  schedule::Raster raster;  // of one chunk, in cluster tiles
+  uint32_t ranks, rank;
+  uint32_t row_blocks;  // row blocks of a chunk in one batch
+  uint32_t k_blocks;    // of 64
+  uint32_t clusters;    // launched
+
+  uint32_t lead;  // reduce-scatter
+  uint32_t pull;  // reduce-scatter: partials wait in their producer's arena, not in the owner's
+
+  uint32_t pushers;          // all-gather: clusters whose idle warp pushes
+  uint32_t units_per_block;  // all-gather: units in a full row block
+  uint32_t m_shard;
+  uint64_t row_bytes;  // of x
+  uint8_t const* x_data;
+
+  uint8_t* arena[schedule::kMaxRanks];  // every rank's, mapped here
+  uint64_t arrivals_offset, signals_offset, staging_offset, staging_half;
+  uint32_t words_per_source;
+
+  uint64_t timeout_ns;  // of any one wait for a peer; 0: none
+  StuckReport* stuck;
+};
+
+}  // namespace entwine::sm90

@@ -1,0 +1,78 @@
+// The tile queue: one claim counter a rank, one scheduler thread a cluster, one slot in each CTA's shared memory.
+#pragma once
+
+#include "kernel/ptx/cluster.cuh"
+#include "kernel/ptx/memory_order.cuh"
+#include "kernel/sm90/config.cuh"
+
+namespace entwine::sm90 {
+
+constexpr uint32_t kNoTile = 0xffffffffu;
+
+__device__ __forceinline__ uint32_t pack_tile(schedule::Tile tile) {
+  return tile.owner << (kRowBits + kColBits) | tile.row << kColBits | tile.col;
+}
+__device__ __forceinline__ schedule::Tile unpack_tile(uint32_t packed) {
+  return {packed >> (kRowBits + kColBits), packed >> kColBits & ((1u << kRowBits) - 1), packed & ((1u << kColBits) - 1)};
+}
+
+// Roles that take each tile, and so arrive on tile_taken: in each CTA the loader, the storers and the consumers' eight warps.
+constexpr uint32_t kTakers = kCtas * (1 + kConsumers + 8);
+
+// One role's view of the tiles that the cluster works on.
+template <class C>
+class TileStream {
+ public:
+  __device__ __forceinline__ explicit TileStream(Shared<C> const& shared) : shared_(shared), phase_(0) {}
+
+  // Waits for the next tile. One thread or warp calls taken() for it later, once: at that point this role needs the slot no more.
+  __device__ __forceinline__ uint32_t next() {
+    ptx::mbarrier_wait(shared_.tile_ready(), phase_);
+    phase_ ^= 1;
+    return ptx::load_shared(shared_.tile_slot());
+  }
+  __device__ __forceinline__ void taken() const { ptx::mbarrier_arrive_at_cta(shared_.tile_taken(), 0); }
+
+ private:
+  Shared<C> const& shared_;
+  uint32_t phase_;
+};
+
+// Claims the next queue position for a cluster. Each cluster claims until it gets one past the end; the launch's last claim
+// leaves the queue ready for the next call on this arena. The epoch must have been read before the launch's own first claim.
+template <class C>
+__device__ __forceinline__ uint32_t claim(Params const& params, Control* control, uint32_t epoch) {
+  uint32_t tiles = params.ranks * params.raster.size(), position = ptx::add_acquire_release(&control->claim, 1);
+  if (position == tiles + params.clusters - 1) {
+    ptx::store_relaxed(&control->claim, 0);
+    ptx::store_relaxed(&control->push[~epoch & 1], 0);
+    ptx::store_relaxed(&control->epoch, epoch + 1);
+  }
+  return position;
+}
+
+template <class C>
+__device__ __forceinline__ schedule::Tile tile_at(Params const& params, uint32_t position) {
+  if constexpr (C::kGather) {
+    return schedule::AllGatherOrder{params.raster, params.ranks, params.rank}.at(position);
+  } else {
+    return schedule::ReduceScatterOrder{params.raster, params.ranks, params.rank, params.lead}.at(position);
+  }
+}
+
+// One thread of the leader CTA: posts a tile to both CTAs, waits until all roles have taken it, claims the next.
+template <class C>
+__device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
+  uint32_t tiles = cta.params.ranks * cta.params.raster.size(), position = cta.first_claim, phase = 0;
+  for (;;) {
+    bool more = position < tiles;
+    uint32_t packed = more ? pack_tile(tile_at<C>(cta.params, position)) : kNoTile;
+    for (uint32_t i = 0; i < kCtas; ++i) ptx::post_word(cta.shared.tile_slot(), cta.shared.tile_ready(), i, packed);
+    if (!more) return;
+    ptx::mbarrier_wait(cta.shared.tile_taken(), phase);
+    phase ^= 1;
+    position = claim<C>(cta.params, cta.control(), cta.epoch);
+  }
+}
+
+}  // namespace entwine::sm90

@@ -1,0 +1,87 @@
+// Storer: one thread a consumer. It owns the consumer's C buffers: fetches the peers' partial sums into them, stores images of y
+// or of partials for other owners, and signals. No math warp ever waits for a peer or for a store.
+//
+// y coordinates, all-gather: (n, row, chunk, batch), the rows of a batch are the chunks in rank order; reduce-scatter:
+// (n, row, batch, 0). Rows past a chunk and columns past the end are clipped by TMA. Partials travel as raw images.
+#pragma once
+
+#include "kernel/ptx/tma.cuh"
+#include "kernel/sm90/scheduler.cuh"
+#include "kernel/sm90/wait.cuh"
+
+namespace entwine::sm90 {
+
+// Where the first image of this consumer's part of a partial tile lies: written by `producer`, added by `owner`.
+template <class C>
+__device__ __forceinline__ uint8_t* partial(Cta<C> const& cta, uint32_t producer, uint32_t owner, uint32_t index, uint32_t part) {
+  bool pull = cta.params.pull;
+  uint32_t keeper = pull ? producer : owner, slot = schedule::peer_slot(keeper, pull ? owner : producer);
+  uint64_t tile = uint64_t(slot) * cta.params.raster.size() + index;
+  return cta.staging(keeper) + (tile * schedule::kSm90Parts + part) * C::kPartBytes;
+}
+
+template <class C>
+__device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer) {
+  Params const& p = cta.params;
+  Shared<C> const& shared = cta.shared;
+  TileStream<C> tiles(shared);
+  uint32_t used = 0;   // C buffers used by finished tiles
+  uint32_t armed = 0;  // of the tile at hand: buffers handed to the consumer
+  for (uint32_t packed = tiles.next(); packed != kNoTile;) {
+    tiles.taken();
+    schedule::Tile tile = unpack_tile(packed);
+    bool remote = !C::kGather && tile.owner != p.rank, reduce = !C::kGather && !remote;
+    uint32_t batch = tile.row / p.row_blocks;
+    uint32_t row = (tile.row - batch * p.row_blocks) * schedule::kSm90TileM + cta.rank_in_cluster * kCtaM + consumer * 64;
+    uint32_t index = C::kGather ? 0 : p.raster.index(tile.row, tile.col), part = cta.rank_in_cluster * kConsumers + consumer;
+    uint32_t sources = reduce ? p.ranks - 1 : 1, items = C::kImages * sources;  // an item is one use of a buffer
+    auto buffer = [&](uint32_t item) { return (used + item) % C::kBuffers; };
+
+    for (uint32_t item = 0; item < items; ++item) {
+      if (armed < items && armed < item + C::kBuffers) {
+        ptx::bulk_wait_read<0>();  // what was stored from these buffers has left them
+        for (; armed < items && armed < item + C::kBuffers; ++armed) {
+          uint32_t ready = shared.buffer_ready(consumer, buffer(armed));
+          if (reduce) {
+            uint32_t image = armed / sources, source = schedule::peer_of_slot(p.rank, armed - image * sources);
+            if (image == 0)
+              wait_for_peer(cta, cta.signal(p.rank, source, schedule::partial_signal(index, part, schedule::kSm90Parts)), source,
+                            tile.row, tile.col);
+            ptx::mbarrier_arrive_expect(ready, kImageBytes);
+            ptx::bulk_load(shared.image(consumer, buffer(armed)), partial(cta, source, p.rank, index, part) + image * kImageBytes,
+                           kImageBytes, ready);
+          } else {
+            ptx::mbarrier_arrive(ready);
+          }
+        }
+      }
+      uint32_t from = shared.image(consumer, buffer(item));
+      ptx::mbarrier_wait(shared.buffer_done(consumer, buffer(item)), ((used + item) / C::kBuffers) & 1);
+      if (remote) {
+        ptx::bulk_store(partial(cta, p.rank, tile.owner, index, part) + item * kImageBytes, from, kImageBytes);
+        ptx::bulk_commit();
+      } else if (uint32_t image = item / sources; item - image * sources == sources - 1) {
+        uint32_t col = tile.col * kTileN + image * C::kImageCols;
+        ptx::tma_store_4d(&p.y, from, col, row, C::kGather ? tile.owner : batch, C::kGather ? batch : 0);
+        ptx::bulk_commit();
+      }
+    }
+    used += items;
+    armed = 0;
+
+    packed = tiles.next();
+    if (remote) {
+      // Buffers are free before their writes have landed: let the consumer go on. Then signal, before waiting for anyone.
+      ptx::bulk_wait_read<0>();
+      if (packed != kNoTile && unpack_tile(packed).owner != p.rank)
+        for (; armed < C::kBuffers && armed < C::kImages; ++armed) ptx::mbarrier_arrive(shared.buffer_ready(consumer, buffer(armed)));
+      ptx::bulk_wait<0>();
+      ptx::store_release_system(
+          cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
+          schedule::signal_value(cta.epoch));
+    }
+  }
+  ptx::bulk_wait<0>();
+}
+
+}  // namespace entwine::sm90

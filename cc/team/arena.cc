@@ -1,0 +1,128 @@
+#include "team/arena.h"
+
+#include <map>
+#include <memory>
+
+namespace entwine::team {
+namespace {
+
+constexpr int kNcclInt32 = 2, kNcclMin = 3;
+
+std::string cuda_error(char const* what, cudaError_t error) { return std::string(what) + ": " + cudaGetErrorString(error); }
+
+// Until 2.29 offers ncclGetPeerDevicePointer, the window's own head in device memory tells: the same from 2.28.0 to 2.28.9.
+struct WindowHead {
+  void* host;
+  uint8_t* base;  // of rank 0
+  int32_t local_rank, world_rank;
+  uint32_t stride_4g;
+};
+
+}  // namespace
+
+Team* Team::of(NcclComm communicator, int device, std::string* why) {
+  static std::mutex mutex;
+  static auto* teams = new std::map<NcclComm, std::unique_ptr<Team>>;  // never destroyed: XLA may outlive statics
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = teams->find(communicator);
+  if (found != teams->end()) return found->second.get();
+  Nccl const* nccl = bind_nccl(why);
+  if (nccl == nullptr) return nullptr;
+  std::unique_ptr<Team> team(new Team(nccl, communicator, device));
+  if (!team->start(why)) return nullptr;
+  return (*teams)[communicator] = std::move(team), (*teams)[communicator].get();
+}
+
+bool Team::start(std::string* why) {
+  int count = nccl_->comm_count(communicator_, &size_), user = nccl_->comm_user_rank(communicator_, &rank_);
+  if (count != 0 || user != 0) {
+    *why = std::string("XLA's communicator can't be read: ") + nccl_->error_string(count != 0 ? count : user);
+    return false;
+  }
+  cudaError_t error = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
+  if (error == cudaSuccess) error = cudaMalloc(&vote_, sizeof(int));
+  if (error != cudaSuccess) *why = cuda_error("a stream for the team", error);
+  return error == cudaSuccess;
+}
+
+Arena const* Team::find(schedule::ArenaDemand const& demand) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Arena const& arena : arenas_)
+    if (arena.layout.fits(demand)) return &arena;
+  return nullptr;
+}
+
+Arena const* Team::find_or_make(schedule::ArenaDemand const& demand, std::string* why) {
+  if (Arena const* arena = find(demand)) return arena;
+  std::lock_guard<std::mutex> lock(mutex_);
+  schedule::ArenaLayout last{static_cast<uint32_t>(size_), 0, 0};
+  if (!arenas_.empty()) last = arenas_.back().layout;
+  return make(schedule::grown(last, demand), why) ? &arenas_.back() : nullptr;
+}
+
+// A rank that fails alone must not leave the others in a collective: all vote, and all go on or none.
+bool Team::all_ok(bool ok, std::string* why) {
+  int vote = ok ? 1 : 0;
+  cudaError_t error = cudaMemcpyAsync(vote_, &vote, sizeof vote, cudaMemcpyHostToDevice, stream_);
+  int nccl = nccl_->all_reduce(vote_, vote_, 1, kNcclInt32, kNcclMin, communicator_, stream_);
+  if (error == cudaSuccess) error = cudaMemcpyAsync(&vote, vote_, sizeof vote, cudaMemcpyDeviceToHost, stream_);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
+  if (nccl != 0 || error != cudaSuccess) {
+    *why = nccl != 0 ? std::string("the team can't agree: ") + nccl_->error_string(nccl) : cuda_error("the team can't agree", error);
+    return false;
+  }
+  if (vote == 0 && ok) *why = "another rank of the team failed to make its arena";
+  return vote == 1;
+}
+
+bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
+  size_t bytes = layout.bytes();
+  void* memory = nullptr;
+  int nccl = nccl_->mem_alloc(&memory, bytes);
+  cudaError_t error = cudaSuccess;
+  if (nccl == 0) {
+    // Control and signals start as zeros; staging needs no start value.
+    error = cudaMemsetAsync(memory, 0, layout.staging_offset(0), stream_);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
+  } else {
+    cudaGetLastError();
+    size_t free = 0, total = 0;
+    cudaMemGetInfo(&free, &total);
+    *why = "an arena of " + std::to_string(bytes >> 20) + " MiB doesn't fit into the " + std::to_string(free >> 20) +
+           " MiB that are free on device " + std::to_string(device_) +
+           " outside XLA's own pool: lower XLA_PYTHON_CLIENT_MEM_FRACTION, split the matmul, or pass strategy=\"xla\"";
+  }
+  if (error != cudaSuccess) *why = cuda_error("clearing the arena", error);
+  if (!all_ok(nccl == 0 && error == cudaSuccess, why)) {
+    if (memory != nullptr) nccl_->mem_free(memory);
+    return false;
+  }
+
+  NcclWindow window = nullptr;
+  nccl = nccl_->window_register(communicator_, memory, bytes, &window, 0);
+  Arena arena{layout, {}};
+  bool mapped = nccl == 0 && window != nullptr;
+  if (!mapped) {
+    *why = nccl != 0 ? std::string("ncclCommWindowRegister: ") + nccl_->error_string(nccl)
+                     : "NCCL can't map the team's GPUs into each other (no NVLink or peer access between them): pass strategy=\"xla\"";
+  } else if (nccl_->peer_pointer != nullptr) {
+    for (int r = 0; r < size_ && mapped; ++r) {
+      void* base = nullptr;
+      mapped = nccl_->peer_pointer(window, 0, r, &base) == 0 && base != nullptr;
+      arena.base[r] = static_cast<uint8_t*>(base);
+    }
+  } else {
+    WindowHead head{};
+    error = cudaMemcpyAsync(&head, window, sizeof head, cudaMemcpyDeviceToHost, stream_);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
+    mapped = error == cudaSuccess && head.local_rank == rank_;  // else the team spans NVLink domains
+    for (int r = 0; r < size_; ++r) arena.base[r] = head.base + (uint64_t{head.stride_4g} << 32) * static_cast<uint64_t>(r);
+  }
+  if (mapped == false && why->empty())
+    *why = "the team's GPUs are not in one NVLink domain: pass strategy=\"xla\", or a mesh axis whose devices are";
+  if (!all_ok(mapped, why)) return false;  // the window stays: deregistering would be one more collective
+  arenas_.push_back(arena);
+  return true;
+}
+
+}  // namespace entwine::team

@@ -1,0 +1,31 @@
+// The few NCCL functions that an arena needs, bound at run time to the NCCL that JAX has loaded.
+//
+// Nothing links NCCL: a second copy in the process would have its own communicators, and the extension must load without any.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <string>
+
+namespace entwine::team {
+
+using NcclComm = void*;    // ncclComm_t
+using NcclWindow = void*;  // ncclWindow_t, a pointer to device memory
+
+struct Nccl {
+  int version;  // 22809 is 2.28.9
+  char const* (*error_string)(int);
+  int (*comm_count)(NcclComm, int*);
+  int (*comm_user_rank)(NcclComm, int*);
+  int (*mem_alloc)(void**, size_t);
+  int (*mem_free)(void*);
+  int (*window_register)(NcclComm, void*, size_t, NcclWindow*, int flags);
+  int (*all_reduce)(void const*, void*, size_t, int type, int op, NcclComm, cudaStream_t);
+  int (*peer_pointer)(NcclWindow, size_t offset, int peer, void**);  // from 2.29 on, else null
+};
+
+// The table, or why there is none: no NCCL loaded, two of them, or one too old. Looked up once it succeeds.
+Nccl const* bind_nccl(std::string* why);
+
+}  // namespace entwine::team
