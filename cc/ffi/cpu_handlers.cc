@@ -91,12 +91,14 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, ffi::An
   if (problem.has_error()) return ffi::Unexpected(problem.error());
   auto in = element(problem->in), out = element(problem->out);
   if (!in || !out || (in != out && out != host::Element::kF32))
-    return ffi::Unexpected(invalid(op, "on CPU x and w must be bfloat16, float16 or float32 and the result the same or float32, not ",
-                                   problem->in, " and ", problem->out, "; use strategy=\"xla\""));
+    return ffi::Unexpected(
+        invalid(op, "on CPU x and w must be bfloat16, float16 or float32 and the result the same or float32, not ", problem->in,
+                " and ", problem->out, "; use strategy=\"xla\""));
   if (a.workers < 1 || a.workers > kMaxWorkers)
     return ffi::Unexpected(invalid(op, "workers must be 1 to ", kMaxWorkers, ", not ", a.workers));
   if (a.timeout_ms < 0 || a.stall_us < 0)
-    return ffi::Unexpected(invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
+    return ffi::Unexpected(
+        invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
 
   host::CallSpec spec{op_name(op), op, problem->geometry, problem->plan, problem->transpose_w, *in, *out};
   spec.workers = static_cast<uint32_t>(a.workers);
@@ -128,8 +130,9 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, ff
     team_of({ids, ids + a.team_size})
         .submit(r, site->next(run, team, r), *spec, {x.untyped_data(), w.untyped_data(), y.untyped_data()}, done);
   } catch (std::bad_alloc const&) {
-    return failure(ffi::ErrorCode::kResourceExhausted, op, "no memory for arenas with two halves of ", spec->demand().staging_half,
-                   " bytes for each of ", a.team_size, " ranks; use smaller operands or strategy=\"xla\"");
+    return failure(ffi::ErrorCode::kResourceExhausted, op, "no memory for arenas with two halves of ",
+                   spec->demand().staging_half, " bytes for each of ", a.team_size,
+                   " ranks; use smaller operands or strategy=\"xla\"");
   }
   return ffi::Error::Success();
 }
@@ -162,13 +165,15 @@ XLA_FFI_Error* execute_handler(XLA_FFI_CallFrame* frame) {
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(CallAttributes) { return std::make_unique<CallSite>(); }
 
 XLA_FFI_Error* instantiate_handler(XLA_FFI_CallFrame* frame) {
-  // The state's type must be known to XLA before the handler is; XLA's first question, for the handler's metadata, brings the API.
+  // The state's type must be known to XLA before the handler is; XLA's first question, for the handler's metadata, brings the
+  // API.
   static constexpr ffi::TypeInfo info = ffi::MakeTypeInfo<CallSite>();
   static std::mutex mutex;
   {
     std::lock_guard<std::mutex> lock(mutex);
     if (CallSite::id.type_id == XLA_FFI_UNKNOWN_TYPE_ID.type_id)
-      if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(frame->api, "entwine_jax.CallSite", &CallSite::id, &info)) return error;
+      if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(frame->api, "entwine_jax.CallSite", &CallSite::id, &info))
+        return error;
   }
   static auto* handler = ffi::Ffi::BindInstantiate().Attrs<CallAttributes>().To(instantiate).release();
   return handler->Call(frame);

@@ -1,0 +1,53 @@
+// What one collective matmul is (the same on all ranks), and one rank's seat in it.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "host/arena.h"
+#include "host/element.h"
+#include "schedule/plan.h"
+#include "schedule/tile_order.h"
+
+namespace entwine::host {
+
+constexpr uint32_t kUnitsPerBlock = 2;  // pieces in which a row block is pushed
+
+struct CallSpec {
+  char const* name;  // of the op, for errors
+  schedule::Op op;
+  schedule::Geometry geometry;
+  schedule::Plan plan;
+  bool transpose_w;
+  Element in, out;
+  uint32_t workers = 1;   // a rank
+  Timeout timeout{0};     // of any one wait
+  uint32_t stall_us = 0;  // a random stall of up to this before each claim and each signal
+  uint64_t stall_seed = 0;
+
+  schedule::ArenaDemand demand() const {
+    bool gather = op == schedule::Op::kAllGatherMatmul;
+    return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather ? in : out));
+  }
+};
+
+// Dense, row-major, as schedule/geometry.h says.
+struct Operands {
+  void const* x;
+  void const* w;
+  void* y;
+};
+
+struct Seat {
+  CallSpec const* spec;
+  uint32_t rank;
+  uint32_t epoch;
+  std::vector<Arena*> const* arenas;  // of all ranks
+  Operands operands;
+  std::atomic<bool> const* off;              // the team has given up; looked at by whoever waits
+  std::function<void(std::string)> give_up;  // sets it, says why, and wakes all who wait
+};
+
+}  // namespace entwine::host

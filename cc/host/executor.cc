@@ -1,0 +1,47 @@
+#include "host/executor.h"
+
+#include "host/all_gather.h"
+#include "host/reduce_scatter.h"
+
+namespace entwine::host {
+namespace {
+
+template <typename Part>
+bool run(Seat const& seat, Crew& crew) {
+  Arena& own = *(*seat.arenas)[seat.rank];
+  own.tile_queue().store(0);
+  own.push_queue().store(0);
+  Part part(seat);
+  std::atomic<bool> finished{true};
+  crew.run(seat.spec->workers, [&](uint32_t worker) {
+    if (!part.run(worker)) finished.store(false);
+  });
+  return finished.load();
+}
+
+template <typename In, typename Out>
+bool run(Seat const& seat, Crew& crew) {
+  if (seat.spec->op == schedule::Op::kAllGatherMatmul) return run<AllGather<In, Out>>(seat, crew);
+  return run<ReduceScatter<In, Out>>(seat, crew);
+}
+
+template <typename In>
+bool run_out(Seat const& seat, Crew& crew) {
+  return seat.spec->out == Element::kF32 ? run<In, float>(seat, crew) : run<In, In>(seat, crew);
+}
+
+}  // namespace
+
+bool execute(Seat const& seat, Crew& crew) {
+  switch (seat.spec->in) {
+    case Element::kBf16:
+      return run_out<Bf16>(seat, crew);
+    case Element::kF16:
+      return run_out<F16>(seat, crew);
+    case Element::kF32:
+      return run_out<float>(seat, crew);
+  }
+  return false;
+}
+
+}  // namespace entwine::host

@@ -1,0 +1,73 @@
+// GEMM + reduce-scatter: tiles of other ranks' chunks become partial sums, tiles of the own chunk take the peers' in.
+#pragma once
+
+#include "host/worker.h"
+
+namespace entwine::host {
+
+template <typename In, typename Out>
+class ReduceScatter : RankPart<In, Out> {
+ public:
+  explicit ReduceScatter(Seat const& seat)
+      : RankPart<In, Out>(seat), order_{raster_, g_.ranks, seat.rank, seat.spec->plan.lead} {}
+
+  bool run(uint32_t index) {
+    Worker<In> worker(seat_, index);
+    for (;;) {
+      worker.stalls.maybe();
+      uint32_t position = this->own().tile_queue().fetch_add(1);
+      if (position >= order_.size()) return true;
+      schedule::Tile t = order_.at(position);
+      this->multiply(worker, t, rows(t));
+      if (t.owner != this->rank())
+        hand_over(worker, t);
+      else if (!finish(worker, t))
+        return false;
+    }
+  }
+
+ private:
+  using RankPart<In, Out>::g_;
+  using RankPart<In, Out>::raster_;
+  using RankPart<In, Out>::seat_;
+
+  uint32_t index(schedule::Tile const& t) const { return raster_.index(t.row, t.col); }
+  uint32_t word(schedule::Tile const& t) const { return schedule::partial_signal(index(t), 0, schedule::kHostParts); }
+
+  In const* rows(schedule::Tile const& t) const {
+    size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
+    return static_cast<In const*>(seat_.operands.x) + row * g_.k;
+  }
+
+  // The image of source's partial sum of `t`. Pull: it lies with the source; push: with the owner.
+  Out* partial(uint32_t source, schedule::Tile const& t) const {
+    bool pull = seat_.spec->plan.transport == schedule::Transport::kPull;
+    uint32_t holder = pull ? source : t.owner, set = schedule::peer_slot(holder, pull ? t.owner : source);
+    size_t image = size_t(set) * g_.chunk_tiles() + index(t);
+    return reinterpret_cast<Out*>(this->arena(holder).staging(seat_.epoch)) + image * g_.tile_m * g_.tile_n;
+  }
+
+  // Never waits, so that whoever waits for it is served.
+  void hand_over(Worker<In>& worker, schedule::Tile const& t) const {
+    this->store(worker, t, partial(this->rank(), t), g_.tile_n);
+    this->raise(worker, t.owner, word(t));
+  }
+
+  // Adds the peers' partial sums in rank order, in float.
+  bool finish(Worker<In>& worker, schedule::Tile const& t) const {
+    for (uint32_t slot = 0; slot < g_.ranks - 1; ++slot) {
+      uint32_t peer = schedule::peer_of_slot(this->rank(), slot);
+      if (!this->await(peer, word(t), t)) return false;
+      Out const* image = partial(peer, t);
+      for (uint32_t i = 0; i < g_.rows(t.row); ++i)
+        for (uint32_t j = 0; j < this->cols(t); ++j) worker.product.row(i)[j] += to_float(image[size_t(i) * g_.tile_n + j]);
+    }
+    size_t row = size_t(g_.batch_of(t.row)) * g_.m_shard + g_.first_row(t.row);
+    this->store(worker, t, static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n, g_.n);
+    return true;
+  }
+
+  schedule::ReduceScatterOrder order_;
+};
+
+}  // namespace entwine::host

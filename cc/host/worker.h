@@ -1,0 +1,92 @@
+// What the workers of both ops share: one rank's view of a call, and a worker's own state.
+#pragma once
+
+#include <random>
+#include <sstream>
+#include <thread>
+
+#include "host/call.h"
+#include "host/tile_math.h"
+
+namespace entwine::host {
+
+// Random stalls, on request, to shake out orders that a quiet machine never shows.
+class Stalls {
+ public:
+  Stalls(Seat const& seat, uint32_t worker)
+      : most_us_(seat.spec->stall_us), random_(seat.spec->stall_seed * 7919 + seat.epoch * 613 + seat.rank * 67 + worker) {}
+  void maybe() {
+    if (most_us_ == 0) return;
+    auto time = std::chrono::microseconds(random_() % (most_us_ + 1));
+    if (time.count() != 0) std::this_thread::sleep_for(time);
+  }
+
+ private:
+  uint32_t most_us_;
+  std::minstd_rand random_;
+};
+
+template <typename In>
+struct Worker {
+  Worker(Seat const& seat, uint32_t index)
+      : product(seat.spec->geometry, seat.spec->transpose_w), stalls(seat, index), index(index) {}
+  TileProduct<In> product;
+  Stalls stalls;
+  uint32_t index;
+};
+
+// One rank's part of one call. run() is called once by each of its workers.
+template <typename In, typename Out>
+class RankPart {
+ protected:
+  explicit RankPart(Seat const& seat)
+      : seat_(seat), g_(seat.spec->geometry), raster_{g_.chunk_rows(), g_.cols(), seat.spec->plan.raster} {}
+
+  uint32_t rank() const { return seat_.rank; }
+  Arena& own() const { return arena(rank()); }
+  Arena& arena(uint32_t rank) const { return *(*seat_.arenas)[rank]; }
+  uint32_t cols(schedule::Tile const& t) const { return schedule::smaller(g_.tile_n, g_.n - t.col * g_.tile_n); }
+
+  // The sums of `t`, whose rows of x begin at `rows`.
+  void multiply(Worker<In>& worker, schedule::Tile const& t, In const* rows) const {
+    worker.product.multiply(rows, g_.rows(t.row), static_cast<In const*>(seat_.operands.w), t.col * g_.tile_n, cols(t));
+  }
+
+  // Rounds the sums of `t` to `out`, whose rows are `pitch` elements apart.
+  void store(Worker<In>& worker, schedule::Tile const& t, Out* out, size_t pitch) const {
+    for (uint32_t i = 0; i < g_.rows(t.row); ++i)
+      for (uint32_t j = 0; j < cols(t); ++j) out[i * pitch + j] = from_float<Out>(worker.product.row(i)[j]);
+  }
+
+  // Tells `destination` that what its word `index` of this rank stands for has landed.
+  void raise(Worker<In>& worker, uint32_t destination, uint32_t index) const {
+    worker.stalls.maybe();
+    Arena& there = arena(destination);
+    there.signal(schedule::signal_word(rank(), there.layout().words_per_source, index))
+        .store(schedule::signal_value(seat_.epoch));
+    there.bell().ring();
+  }
+
+  bool raised(uint32_t source, uint32_t index) const {
+    uint32_t seen = own().signal(schedule::signal_word(source, own().layout().words_per_source, index)).load();
+    return schedule::signal_reached(seen, schedule::signal_value(seat_.epoch));
+  }
+
+  // Sleeps until `source` has raised word `index` here, for the sake of tile `t`. False: the call is off.
+  bool await(uint32_t source, uint32_t index, schedule::Tile const& t) const {
+    bool in_time = own().bell().wait(seat_.spec->timeout, [&] { return raised(source, index) || seat_.off->load(); });
+    if (in_time) return raised(source, index);
+    std::ostringstream why;
+    why << "entwine_jax." << seat_.spec->name << ": rank " << rank() << " waited " << seat_.spec->timeout.count() / 1e3
+        << " s for rank " << source << " at tile (row " << t.row << ", column " << t.col << ") of rank " << t.owner
+        << "'s chunk in epoch " << seat_.epoch << " and gave up";
+    seat_.give_up(why.str());
+    return false;
+  }
+
+  Seat const& seat_;
+  schedule::Geometry g_;
+  schedule::Raster raster_;
+};
+
+}  // namespace entwine::host

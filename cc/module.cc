@@ -1,0 +1,121 @@
+// entwine_jax._core: the registrations of the custom calls, and a window on the schedule for plans and tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "ffi/cpu_handlers.h"
+#include "schedule/arena_layout.h"
+#include "schedule/plan.h"
+#include "schedule/tile_order.h"
+#ifdef ENTWINE_WITH_CUDA
+#include "ffi/cuda_handlers.h"
+#endif
+
+namespace entwine {
+namespace {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace schedule;
+
+Op op_of(std::string const& name) {
+  if (name == "all_gather_matmul") return Op::kAllGatherMatmul;
+  if (name == "matmul_reduce_scatter") return Op::kMatmulReduceScatter;
+  throw std::invalid_argument("op must be \"all_gather_matmul\" or \"matmul_reduce_scatter\", not \"" + name + "\"");
+}
+
+Target target_of(std::string const& name) {
+  if (name == "host") return Target::kHost;
+  if (name == "sm90") return Target::kSm90;
+  throw std::invalid_argument("target must be \"host\" or \"sm90\", not \"" + name + "\"");
+}
+
+Geometry geometry_of(uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k, uint32_t tile_m,
+                     uint32_t tile_n) {
+  if (ranks < 1 || ranks > kMaxRanks || batch < 1 || m_shard < 1 || n < 1 || k < 1 || tile_m < 1 || tile_n < 1)
+    throw std::invalid_argument("sizes must be at least 1 and a team at most " + std::to_string(kMaxRanks) + " ranks");
+  return {ranks, batch, m_shard, n, k, tile_m, tile_n};
+}
+
+nb::dict registrations() {
+  nb::dict platforms;
+  platforms["cpu"] = cpu_registrations();
+#ifdef ENTWINE_WITH_CUDA
+  platforms["CUDA"] = cuda_registrations();
+#endif
+  return platforms;
+}
+
+bool cuda_built() {
+#ifdef ENTWINE_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t k, uint32_t partial_bytes) {
+  if (ranks < 1 || k < 1) throw std::invalid_argument("ranks and k must be at least 1");
+  Plan p = make_plan(op_of(op), target_of(target), ranks, k, partial_bytes);
+  nb::dict d;
+  d["tile_m"] = p.tile_m;
+  d["tile_n"] = p.tile_n;
+  d["raster"] = p.raster;
+  d["lead"] = p.lead;
+  d["transport"] = static_cast<uint32_t>(p.transport);
+  d["pushers"] = p.pushers;
+  return d;
+}
+
+using OwnerRowCol = std::tuple<uint32_t, uint32_t, uint32_t>;
+
+std::vector<OwnerRowCol> tile_order(std::string const& op, uint32_t ranks, uint32_t rank, uint32_t batch, uint32_t m_shard,
+                                    uint32_t n, uint32_t tile_m, uint32_t tile_n, uint32_t raster, uint32_t lead) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, 1, tile_m, tile_n);
+  if (rank >= ranks || raster < 1) throw std::invalid_argument("rank must be one of the team's and raster at least 1");
+  std::vector<OwnerRowCol> tiles;
+  auto list = [&](auto const& order) {
+    for (uint32_t position = 0; position < order.size(); ++position) {
+      Tile t = order.at(position);
+      tiles.emplace_back(t.owner, t.row, t.col);
+    }
+  };
+  Raster walk{g.chunk_rows(), g.cols(), raster};
+  if (op_of(op) == Op::kAllGatherMatmul)
+    list(AllGatherOrder{walk, ranks, rank});
+  else
+    list(ReduceScatterOrder{walk, ranks, rank, lead});
+  return tiles;
+}
+
+uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k,
+                     uint32_t tile_m, uint32_t tile_n, uint32_t element_bytes, uint32_t parts) {
+  ArenaDemand demand = arena_demand(op_of(op), geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n), parts, element_bytes);
+  return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The compiled part of entwine_jax.";
+  m.def("registrations", &registrations, "FFI handlers: {platform: {target: {stage: capsule}}}.");
+  m.def("cuda_built", &cuda_built, "Whether the CUDA kernels are compiled in.");
+  m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "k"_a, "partial_bytes"_a,
+        "The default plan of an op on \"host\" or \"sm90\".");
+  m.def("tile_order", &tile_order, "op"_a, nb::kw_only(), "ranks"_a, "rank"_a, "batch"_a, "m_shard"_a, "n"_a, "tile_m"_a,
+        "tile_n"_a, "raster"_a, "lead"_a, "The tiles in the order in which `rank` claims them, as (owner, row, column).");
+  m.def("arena_bytes", &arena_bytes, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "tile_m"_a,
+        "tile_n"_a, "element_bytes"_a, "parts"_a, "Bytes of the smallest arena that holds one call.");
+#ifdef ENTWINE_WITH_CUDA
+  m.def("peer_access", &peer_access, "device_ordinals"_a,
+        "Empty if these GPUs are all sm_90 and see each other's memory, else why not.");
+#endif
+}
+
+}  // namespace entwine

@@ -1,0 +1,7 @@
+"""Tensor-parallel matrix products that overlap with their collective, for JAX on NVIDIA GPUs."""
+
+from ._config import Config
+from ._explain import CollectiveMatmul, Explanation, explain
+from ._ops import all_gather_matmul, matmul_reduce_scatter
+
+__all__ = ["CollectiveMatmul", "Config", "Explanation", "all_gather_matmul", "explain", "matmul_reduce_scatter"]

@@ -1,0 +1,126 @@
+"""What a user may set, and where from: argument, then environment (ENTWINE_*), then default.
+
+Everything is resolved while JAX traces and becomes attributes of the custom call: a function that is already compiled
+keeps the settings it was traced with.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+
+STRATEGIES = ("auto", "fused", "xla")
+TRANSPORTS = ("pull", "push")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Overrides for one collective matmul. ``None`` leaves a value to the environment, the plan or the default.
+
+    Args:
+      lead: reduce-scatter: how many tiles of other ranks' chunks are computed before the first own one.
+      raster: how many row blocks of tiles are walked together.
+      transport: reduce-scatter: ``"pull"`` (the owner fetches partial sums) or ``"push"`` (the producer stores them).
+      pushers: all-gather: how many workers (CPU) or clusters (GPU) push the own chunk beside the matmul.
+      tile_m, tile_n: tile shape; CPU only, since the GPU kernels are built for one shape.
+      workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
+      timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 300).
+      stall_us, stall_seed: random stalls of up to ``stall_us`` microseconds before each step of the schedule, to test
+        orders that a quiet machine never shows; CPU only (``ENTWINE_STALL_US``, ``ENTWINE_STALL_SEED``, default 0).
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    lead: int | None = None
+    raster: int | None = None
+    transport: str | None = None
+    pushers: int | None = None
+    tile_m: int | None = None
+    tile_n: int | None = None
+    workers: int | None = None
+    timeout_s: float | None = None
+    stall_us: int | None = None
+    stall_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.transport is not None and self.transport not in TRANSPORTS:
+            raise ValueError(f"entwine_jax.Config: transport={self.transport!r} must be one of {TRANSPORTS}")
+        for name in ("raster", "pushers", "tile_m", "tile_n", "workers"):
+            _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1)
+        for name in ("lead", "stall_us", "stall_seed"):
+            _integer(f"entwine_jax.Config: {name}", getattr(self, name), 0)
+        if self.timeout_s is not None:
+            _milliseconds("entwine_jax.Config: timeout_s", self.timeout_s)
+
+    def __repr__(self) -> str:  # short: it is printed in every jaxpr
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in fields if value is not None)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A call's settings, all resolved."""
+
+    strategy: str
+    timeout_ms: int
+    workers: int
+    stall_us: int
+    stall_seed: int
+    config: Config
+
+
+def resolve(op: str, strategy: str | None, config: Config | None) -> Settings:
+    if config is None:
+        config = Config()
+    if not isinstance(config, Config):
+        raise ValueError(f"entwine_jax.{op}: config={config!r} must be an entwine_jax.Config")
+    source = "strategy"
+    if strategy is None:
+        source, strategy = "ENTWINE_STRATEGY", os.environ.get("ENTWINE_STRATEGY") or "auto"
+    if strategy not in STRATEGIES:
+        raise ValueError(f"entwine_jax.{op}: {source}={strategy!r} is unknown; use one of {STRATEGIES}")
+    timeout_s = _choose(op, config.timeout_s, "ENTWINE_TIMEOUT_S", float, 300.0)
+    stall_seed = _choose(op, config.stall_seed, "ENTWINE_STALL_SEED", int, 0)
+    return Settings(
+        strategy=strategy,
+        timeout_ms=_milliseconds(f"entwine_jax.{op}: ENTWINE_TIMEOUT_S", timeout_s),
+        workers=_integer(
+            f"entwine_jax.{op}: ENTWINE_WORKERS", _choose(op, config.workers, "ENTWINE_WORKERS", int, 1), 1
+        ),
+        stall_us=_integer(
+            f"entwine_jax.{op}: ENTWINE_STALL_US", _choose(op, config.stall_us, "ENTWINE_STALL_US", int, 0), 0
+        ),
+        stall_seed=_integer(f"entwine_jax.{op}: ENTWINE_STALL_SEED", stall_seed, 0),
+        config=config,
+    )
+
+
+def _choose[T](op: str, argument: T | None, variable: str, parse: Callable[[str], T], default: T) -> T:
+    if argument is not None:
+        return argument
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError:
+        raise ValueError(f"entwine_jax.{op}: {variable}={text!r} is not a number") from None
+
+
+# Attributes of the custom calls are 64-bit, the schedule's own numbers 32-bit.
+_LARGEST = 2**31 - 1
+
+
+def _integer[T: int | None](name: str, value: T, least: int) -> T:
+    if value is None:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+        raise ValueError(f"{name}={value!r} must be an integer from {least} to {_LARGEST}")
+    return value
+
+
+def _milliseconds(name: str, seconds: float) -> int:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LARGEST / 1000:
+        raise ValueError(f"{name}={seconds!r} must be seconds from 0 (no bound) to {_LARGEST // 1000}")
+    return math.ceil(seconds * 1000)

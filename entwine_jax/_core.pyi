@@ -1,0 +1,42 @@
+"""Types of the compiled module; see cc/module.cc."""
+
+from typing import Any, TypedDict
+
+class PlanDict(TypedDict):
+    tile_m: int
+    tile_n: int
+    raster: int
+    lead: int
+    transport: int
+    pushers: int
+
+def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
+def cuda_built() -> bool: ...
+def make_plan(op: str, target: str, *, ranks: int, k: int, partial_bytes: int) -> PlanDict: ...
+def tile_order(
+    op: str,
+    *,
+    ranks: int,
+    rank: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    tile_m: int,
+    tile_n: int,
+    raster: int,
+    lead: int,
+) -> list[tuple[int, int, int]]: ...
+def arena_bytes(
+    op: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    tile_m: int,
+    tile_n: int,
+    element_bytes: int,
+    parts: int,
+) -> int: ...
+def peer_access(device_ordinals: list[int]) -> str: ...

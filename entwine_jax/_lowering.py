@@ -1,0 +1,106 @@
+"""One JAX primitive for both ops and all strategies, and its lowering: the custom call, or lax.
+
+That a collective matmul stays one equation whatever its strategy is what lets `explain` find it in any traced function.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from . import _core, _reference, _strategy
+from ._config import TRANSPORTS
+from ._strategy import Choice, Plan, Request
+
+_REFERENCE = {
+    "all_gather_matmul": _reference.all_gather_matmul,
+    "matmul_reduce_scatter": _reference.matmul_reduce_scatter,
+}
+
+for _platform, _targets in _core.registrations().items():
+    for _target, _stages in _targets.items():
+        jax.ffi.register_ffi_target(_target, _stages, platform=_platform)
+
+
+def vary(x: jax.Array, w: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """x and w made varying over the team's axes and each other's: then AD itself sums the gradient of a replicated one.
+
+    With check_vma=False nothing varies in JAX's books and this does nothing.
+    """
+    axes = frozenset(axis_name).union(*(jax.typeof(v).manual_axis_type.varying for v in (x, w)))
+
+    def cast(v: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - jax.typeof(v).manual_axis_type.varying))
+        return lax.pcast(v, missing, to="varying") if missing else v
+
+    return cast(x), cast(w)
+
+
+collective_matmul_p = Primitive("collective_matmul")
+
+
+def _result(x: Any, w: Any, *, request: Request, choice: Choice) -> Any:
+    shape = _strategy.sizes(request, x.shape, w.shape)
+    rows = shape.m_shard * (request.team.size if request.op == "all_gather_matmul" else 1)
+    # From x's own type, to carry the axes it varies over: a plain ShapeDtypeStruct would call the result replicated.
+    return x.update(shape=(shape.batch, rows, shape.n), dtype=request.dtype, weak_type=False)
+
+
+collective_matmul_p.def_abstract_eval(_result)
+
+
+def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
+    """By the names of `CallAttributes` in cc/ffi/problem.h."""
+    settings = request.settings
+    numbers = {
+        "team_size": request.team.size,
+        "transpose_w": int(request.transpose_w),
+        "tile_m": plan.tile_m,
+        "tile_n": plan.tile_n,
+        "raster": plan.raster,
+        "lead": plan.lead,
+        "transport": TRANSPORTS.index(plan.transport),
+        "pushers": plan.pushers,
+        "timeout_ms": settings.timeout_ms,
+        "workers": settings.workers,
+        "stall_us": settings.stall_us,
+        "stall_seed": settings.stall_seed,
+    }
+    return {"groups": np.array(request.team.groups, np.int64)} | {
+        name: np.int64(value) for name, value in numbers.items()
+    }
+
+
+def _lower_for(target: str | None) -> Callable[..., Any]:
+    def lower(x: jax.Array, w: jax.Array, *, request: Request, choice: Choice) -> Any:
+        team, plan = request.team, choice.plan
+        if choice.strategy == "xla":
+            options = {"transpose_w": request.transpose_w, "dtype": request.dtype, "precision": request.precision}
+            if team.size == 1:
+                return _reference.matmul(x, w, **options)
+            return _REFERENCE[request.op](x, w, team.axis_name, **options)
+        if plan is None or plan.target != target:
+            raise NotImplementedError(
+                f"entwine_jax.{request.op}: strategy='fused' was traced for {team.platform} devices and can't be "
+                "lowered for another platform; trace it on that platform, or use strategy='xla'"
+            )
+        operands = [x, w]
+        if target == "host":
+            # A GPU learns its place from the communicator; a virtual CPU device is told the index of its team and its
+            # rank there.
+            index = lax.axis_index(team.other_axes) if team.other_axes else 0
+            operands.append(jnp.stack([jnp.int32(index), lax.axis_index(team.axis_name)]))
+        result = _result(jax.typeof(x), jax.typeof(w), request=request, choice=choice)
+        return jax.ffi.ffi_call(f"entwine_{request.op}", result)(*operands, **_attributes(request, plan))
+
+    return lower
+
+
+mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for(None), multiple_results=False))
+mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("host"), multiple_results=False), platform="cpu")
+mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("sm90"), multiple_results=False), platform="cuda")

@@ -1,0 +1,219 @@
+"""The per-shard ops: what they compute, their gradients, and their batching."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import batching
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _checks, _config, _lowering, _reference, _strategy, _team
+from ._config import Config
+from ._strategy import Request
+
+AxisName = str | Sequence[str]
+
+
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    precision: Any = None,
+    strategy: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """``y = all_gather(x) @ w``, the gather running while the product does. For use inside ``jax.shard_map``.
+
+    The column-parallel matmul of a tensor-parallel layer, in lax::
+
+        lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True) @ w
+
+    ======  ====================  ==================================  =====================
+    array   local shape           global shape over a team of t       sharded
+    ======  ====================  ==================================  =====================
+    ``x``   ``(..., m / t, k)``   ``(..., m, k)``                     rows
+    ``w``   ``(k, n / t)``        ``(k, n)``                          columns
+    ``y``   ``(..., m, n / t)``   ``(..., m, n)``                     columns
+    ======  ====================  ==================================  =====================
+
+    ``x`` and ``w`` may also be replicated over the axis, or vary over other axes of the mesh. Differentiable any number
+    of times in reverse: ``dx`` is ``matmul_reduce_scatter(dy, w.T)`` without a copy of ``w``, ``dw`` is XLA's own
+    ``all_gather(x).T @ dy``. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its
+    columns.
+
+    Args:
+      x: the rank's rows; leading dimensions are a batch.
+      w: the rank's columns, a matrix.
+      axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
+      precision: as in ``jnp.matmul``.
+      strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
+        lax line above) or ``"auto"`` (fused where it can run on GPUs, else xla; `explain` says which and why). ``None``
+        reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
+      config: overrides for the fused schedule.
+
+    Returns:
+      y. Products are summed in float32 under ``"fused"`` and rounded to y's dtype once.
+
+    With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
+    of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
+    backward pass of bfloat16 operands a float32 ``dy`` is rounded to bfloat16 first. Each team keeps peer-mapped memory
+    for all its calls: twice ``(t - 1)`` chunks of ``x`` for the largest call, plus one word a row block; `explain`
+    tells the bytes.
+
+    Raises:
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
+      ValueError: the axis isn't a manual axis of the mesh; an unknown strategy, precision or setting.
+      NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
+
+    The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
+    """
+    return _collective_matmul("all_gather_matmul", x, w, axis_name, preferred_element_type, precision, strategy, config)
+
+
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    precision: Any = None,
+    strategy: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """``y = reduce_scatter(x @ w)``, the scatter running while the product does. For use inside ``jax.shard_map``.
+
+    The row-parallel matmul of a tensor-parallel layer, in lax::
+
+        lax.psum_scatter(x @ w, axis_name, scatter_dimension=x.ndim - 2, tiled=True)
+
+    ======  ====================  ==================================  =====================
+    array   local shape           global shape over a team of t       sharded
+    ======  ====================  ==================================  =====================
+    ``x``   ``(..., m, k / t)``   ``(..., m, k)``                     columns
+    ``w``   ``(k / t, n)``        ``(k, n)``                          rows
+    ``y``   ``(..., m / t, n)``   ``(..., m, n)``                     rows
+    ======  ====================  ==================================  =====================
+
+    ``m`` must be a multiple of ``t``. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the
+    same), or vary over other axes of the mesh. Differentiable any number of times in reverse: ``dx`` is
+    ``all_gather_matmul(dy, w.T)`` without a copy of ``w``, ``dw`` is XLA's own ``x.T @ all_gather(dy)``. Under ``vmap``
+    a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
+
+    Args:
+      x: the rank's part of the contraction; leading dimensions are a batch.
+      w: the rank's part of the contraction, a matrix.
+      axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
+      precision: as in ``jnp.matmul``.
+      strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
+        lax line above) or ``"auto"`` (fused where it can run on GPUs, else xla; `explain` says which and why). ``None``
+        reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
+      config: overrides for the fused schedule.
+
+    Returns:
+      y. Under ``"fused"`` products are summed in float32; partial sums travel in y's dtype, as XLA's do (so with
+      bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes),
+      and the ranks' sums are added in float32 in rank order. So the result is the same to the bit in every run.
+
+    With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
+    of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
+    backward pass of bfloat16 operands a float32 ``dy`` is rounded to bfloat16 first. Each team keeps peer-mapped memory
+    for all its calls: twice ``(t - 1)`` chunks of ``y`` (in whole tiles) for the largest call, plus a few words a tile;
+    `explain` tells the bytes.
+
+    Raises:
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
+      ValueError: the axis isn't a manual axis of the mesh; rows that the team can't share evenly; an unknown strategy,
+        precision or setting.
+      NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
+
+    The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
+    """
+    return _collective_matmul(
+        "matmul_reduce_scatter", x, w, axis_name, preferred_element_type, precision, strategy, config
+    )
+
+
+def _collective_matmul(
+    op: str,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    preferred_element_type: DTypeLike | None,
+    precision: Any,
+    strategy: str | None,
+    config: Config | None,
+) -> jax.Array:
+    x, w = _checks.arrays(op, x, w)
+    settings = _config.resolve(op, strategy, config)
+    team = _team.resolve(op, axis_name)
+    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
+    operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
+    request = Request(op, team, False, dtype, precision, settings)
+    x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
+    leading, matrix = x.shape[:-2], x.shape[-2:]
+    y: jax.Array = _matmul(request, x.reshape(math.prod(leading), *matrix), w)
+    return y.reshape(*leading, *y.shape[1:])
+
+
+def _primal(request: Request, x: jax.Array, w: jax.Array) -> jax.Array:
+    """x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes."""
+    choice = _strategy.choose(request, x, w)
+    y: jax.Array = _lowering.collective_matmul_p.bind(x, w, request=request, choice=choice)
+    return y
+
+
+_matmul: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+
+
+def _forward(request: Request, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _matmul(request, x, w), (x, w)
+
+
+_OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
+
+
+def _backward(request: Request, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    # The fused kernels multiply bfloat16: a float32 cotangent is rounded. (float16 has not the range for that.)
+    rounds = w.dtype == jnp.bfloat16 and _strategy.choose(request, x, w).strategy == "fused"
+    operand = w.dtype if rounds else jnp.promote_types(dy.dtype, w.dtype)
+    dy = dy.astype(operand)
+    to_dx = dataclasses.replace(request, op=_OTHER[request.op], transpose_w=not request.transpose_w, dtype=operand)
+    dx = _matmul(to_dx, dy, w.astype(operand))
+    dw = _reference.weight_gradient(
+        request.op, x.astype(operand), dy, request.team.axis_name, precision=request.precision
+    )
+    return dx.astype(x.dtype), (dw.T if request.transpose_w else dw).astype(w.dtype)
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+    """A batch of x joins x's own; a batch of w joins its columns; batches of both are taken one by one."""
+    (x, w), (x_dim, w_dim) = args, dims
+    bind = functools.partial(_lowering.collective_matmul_p.bind, **params)
+    if w_dim is None:
+        x = jnp.moveaxis(x, x_dim, 0)  # type: ignore[arg-type]
+        y = bind(x.reshape(-1, *x.shape[2:]), w)
+        return y.reshape(*x.shape[:2], *y.shape[1:]), 0
+    if x_dim is None:
+        columns = 0 if params["request"].transpose_w else 1
+        w = jnp.moveaxis(w, w_dim, columns)
+        many, n = w.shape[columns : columns + 2]
+        y = bind(x, lax.collapse(w, columns, columns + 2))
+        return y.reshape(*y.shape[:2], many, n), 2
+    x, w = jnp.moveaxis(x, x_dim, 0), jnp.moveaxis(w, w_dim, 0)
+    return lax.map(lambda pair: bind(*pair), (x, w)), 0
+
+
+batching.primitive_batchers[_lowering.collective_matmul_p] = _batch

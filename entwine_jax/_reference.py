@@ -1,0 +1,50 @@
+"""The ops spelled in lax: what strategy "xla" runs, what "fused" is tested against, and the weight gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AxisNames = tuple[str, ...]
+
+
+def matmul(x: jax.Array, w: jax.Array, *, transpose_w: bool, dtype: Any, precision: Any) -> jax.Array:
+    """x (batch, rows, k) times w (k, n), or (n, k) transposed."""
+    contracted = (((2,), (1 if transpose_w else 0,)), ((), ()))
+    return lax.dot_general(x, w, contracted, precision=precision, preferred_element_type=dtype)
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
+) -> jax.Array:
+    return matmul(gather(x, axis_name), w, transpose_w=transpose_w, dtype=dtype, precision=precision)
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
+) -> jax.Array:
+    partial = matmul(x, w, transpose_w=transpose_w, dtype=dtype, precision=precision)
+    if partial.size == 0:
+        return partial.reshape(partial.shape[0], partial.shape[1] // lax.axis_size(axis_name), partial.shape[2])
+    scattered: jax.Array = lax.psum_scatter(partial, axis_name, scatter_dimension=1, tiled=True)
+    return scattered
+
+
+def gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
+    """The team's rows; XLA's own collectives refuse empty arrays."""
+    if x.size == 0:
+        return x.reshape(x.shape[0], x.shape[1] * lax.axis_size(axis_name), x.shape[2])
+    gathered: jax.Array = lax.all_gather(x, axis_name, axis=1, tiled=True)
+    return gathered
+
+
+def weight_gradient(op: str, x: jax.Array, g: jax.Array, axis_name: AxisNames, *, precision: Any) -> jax.Array:
+    """dw (k, n) from x and the cotangent of the result, summed over batch and rows in at least float32."""
+    if op == "all_gather_matmul":
+        x = gather(x, axis_name)
+    else:
+        g = gather(g, axis_name)
+    summed = (((0, 1), (0, 1)), ((), ()))
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return lax.dot_general(x, g, summed, precision=precision, preferred_element_type=dtype)

@@ -1,0 +1,201 @@
+"""Which strategy and plan a call gets, and why. A pure function of what is known while JAX traces."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _checks, _core
+from ._config import TRANSPORTS, Settings
+from ._team import Team
+
+# cc/schedule: kMaxRanks, kHostParts, kSm90Parts; the row pitch that TMA needs.
+_MAX_RANKS = 8
+_PARTS = {"host": 1, "sm90": 4}
+_PITCH_BYTES = 16
+_TARGETS = {"cpu": "host", "cuda": "sm90"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A collective matmul as asked for: everything but the operands."""
+
+    op: str
+    team: Team
+    transpose_w: bool  # w is (n, k)
+    dtype: np.dtype[Any]  # of the result
+    precision: Any
+    settings: Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Schedule and launch shape; cc/schedule/plan.h says what each number means."""
+
+    target: str
+    tile_m: int
+    tile_n: int
+    raster: int
+    lead: int
+    transport: str
+    pushers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    strategy: str
+    reason: str
+    plan: Plan | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    batch: int
+    m_shard: int
+    n: int
+    k: int
+
+
+def sizes(request: Request, x: tuple[int, ...], w: tuple[int, ...]) -> Sizes:
+    """Of x (batch, rows, k) and w (k, n) or (n, k)."""
+    scatter = request.op == "matmul_reduce_scatter"
+    n = w[0] if request.transpose_w else w[1]
+    return Sizes(x[0], x[1] // request.team.size if scatter else x[1], n, x[2])
+
+
+def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
+    """NotImplementedError if the strategy was named and can't run."""
+    wanted, team = request.settings.strategy, request.team
+    if team.size == 1:
+        return Choice("xla", "a team of one has nothing to move: a plain dot")
+    if wanted == "xla":
+        return Choice("xla", "asked for")
+    if wanted == "auto" and team.platform == "cpu":
+        return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor")
+    problem = obstacle(request, x, w)
+    if problem is not None and wanted == "fused":
+        raise NotImplementedError(
+            f"entwine_jax.{request.op}: strategy='fused' can't run x {x.dtype}{list(x.shape)}, "
+            f"w {w.dtype}{list(w.shape)}, result {request.dtype}, over axis {_checks.axis(team.axis_name)} "
+            f"of {team.size} {team.platform} devices: {problem}; change that or use strategy='auto' or 'xla'"
+        )
+    # A user who names "fused" vouches for what can't be seen while tracing.
+    problem = problem or (span_obstacle() if wanted == "auto" and team.platform == "cuda" else None)
+    if problem is not None:
+        return Choice("xla", problem)
+    reason = "asked for" if wanted == "fused" else "types, shapes and devices are supported"
+    return Choice("fused", reason, plan(request, x, w))
+
+
+def obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
+    """Why strategy "fused" can't run, None if it can."""
+    team, platform = request.team, request.team.platform
+    if platform not in _TARGETS:
+        return f"platform {platform!r} has no fused implementation, only cpu and cuda have"
+    if team.size > _MAX_RANKS:
+        return f"a team has at most {_MAX_RANKS} ranks, not {team.size}"
+    if team.loose_axes:
+        return f"mesh axes {team.loose_axes} aren't manual here (make them so with jax.shard_map's axis_names)"
+    if _names_algorithm(request.precision):
+        return (
+            f"precision={request.precision} names an algorithm (it multiplies in the operands' dtype, sums in float32)"
+        )
+    if 0 in x.shape or 0 in w.shape:
+        return "there is nothing to compute in an empty array"
+    return _cpu_obstacle(request, x) if platform == "cpu" else _cuda_obstacle(request, x, w)
+
+
+def _names_algorithm(precision: Any) -> bool:
+    if isinstance(precision, str):
+        return precision in lax.DotAlgorithmPreset.__members__
+    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+
+
+def _cpu_obstacle(request: Request, x: jax.Array) -> str | None:
+    if jax.process_count() > 1:
+        return f"the host executor works within one process, not across the {jax.process_count()} of jax.distributed"
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"the host executor takes bfloat16, float16 and float32 operands, not {x.dtype}"
+    if request.dtype not in (x.dtype, jnp.float32):
+        return f"the host executor returns {x.dtype} or float32 here, not {request.dtype}"
+    return None
+
+
+def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
+    if not _core.cuda_built():
+        return "entwine_jax was built without CUDA (reinstall it where nvcc is to be found)"
+    if x.dtype != jnp.bfloat16:
+        return f"the sm_90 kernels take bfloat16 operands, not {x.dtype}"
+    if request.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the sm_90 kernels return bfloat16 or float32, not {request.dtype}"
+    shape = sizes(request, x.shape, w.shape)
+    rows = (("x", shape.k, x.dtype), ("w", w.shape[1], w.dtype), ("the result", shape.n, request.dtype))
+    for name, columns, dtype in rows:
+        if columns * dtype.itemsize % _PITCH_BYTES:
+            return (
+                f"a row of {name} is {columns} x {dtype.itemsize} = {columns * dtype.itemsize} bytes, "
+                f"not a multiple of {_PITCH_BYTES} (pad to {-(-columns // 8) * 8} columns)"
+            )
+    config = request.settings.config
+    if config.tile_m is not None or config.tile_n is not None:
+        return f"config's tile_m={config.tile_m}, tile_n={config.tile_n} can't be chosen on sm_90"
+    return _peer_obstacle()
+
+
+@functools.cache
+def _peer_obstacle() -> str | None:
+    return _core.peer_access([device.local_hardware_id for device in jax.local_devices(backend="cuda")]) or None
+
+
+@functools.cache
+def span_obstacle() -> str | None:
+    """Whether some team may reach beyond one NVLink domain: a traced mesh doesn't tell which devices it is made of."""
+    slices = {getattr(device, "slice_index", 0) for device in jax.devices("cuda")}
+    if len(slices) > 1:
+        return f"the GPUs lie in {len(slices)} NVLink domains (strategy='fused' if each team keeps within one)"
+    return None
+
+
+def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
+    target, config = _TARGETS[request.team.platform], request.settings.config
+    made = _core.make_plan(
+        request.op,
+        target,
+        ranks=request.team.size,
+        k=sizes(request, x.shape, w.shape).k,
+        partial_bytes=request.dtype.itemsize,
+    )
+
+    def pick(override: int | None, planned: int) -> int:
+        return planned if override is None else override
+
+    return Plan(
+        target=target,
+        tile_m=pick(config.tile_m, made["tile_m"]),
+        tile_n=pick(config.tile_n, made["tile_n"]),
+        raster=pick(config.raster, made["raster"]),
+        lead=pick(config.lead, made["lead"]),
+        transport=config.transport or TRANSPORTS[made["transport"]],
+        pushers=pick(config.pushers, made["pushers"]),
+    )
+
+
+def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array) -> int:
+    """Peer memory that the call needs on each rank; calls of one team share it."""
+    shape = sizes(request, x.shape, w.shape)
+    return _core.arena_bytes(
+        request.op,
+        ranks=request.team.size,
+        batch=shape.batch,
+        m_shard=shape.m_shard,
+        n=shape.n,
+        k=shape.k,
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        element_bytes=(x.dtype if request.op == "all_gather_matmul" else request.dtype).itemsize,
+        parts=_PARTS[plan.target],
+    )

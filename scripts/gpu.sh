@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
+#
+#   bash scripts/gpu.sh [build] [smoke] [test] [bench]      all four by default
+#
+# Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
+# Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
+#   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
+#   PYTEST_ARGS            for example "-k ragged -x"
+#   BENCH_ARGS             for example "--rounds 40"
+set -uo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+out=${OUT:-.gpu}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+work=$root/build/gpu
+python=${PYTHON:-python3}
+steps=${*:-build smoke test bench}
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+export ENTWINE_REQUIRE_GPUS=${ENTWINE_REQUIRE_GPUS:-$((gpus > 2 ? gpus : 2))}
+# The package is imported from where it was installed; the working directory, $work/run, has everything but the package.
+export PYTHONPATH=$work/site PYTHONUNBUFFERED=1
+summary=()
+failed=0
+
+for step in $steps; do
+  case $step in build | smoke | test | bench) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, test and bench" >&2
+    exit 2
+    ;;
+  esac
+done
+
+# run NAME SECONDS COMMAND...: the log in $out/NAME.log, a line for the summary, and the command's exit status.
+run() {
+  local name=$1 limit=$2 start=$SECONDS status=0 verdict=ok
+  shift 2
+  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 || status=$?
+  case $status in
+    0) ;;
+    124 | 137) verdict="TOO LONG (over $limit s, or killed)" ;;
+    *) verdict="FAILED (exit status $status)" ;;
+  esac
+  ((status == 0)) || failed=1
+  summary+=("$(printf '%-6s %4d s  %s' "$name" $((SECONDS - start)) "$verdict")")
+  return $status
+}
+
+wants() { [[ " $steps " == *" $1 "* ]]; }
+
+versions() {
+  "$python" - <<'PYTHON'
+import importlib.metadata, platform, shutil, subprocess
+found = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+names = ["jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13", "numpy", "scikit-build-core", "nanobind", "pytest", "hypothesis", "flax"]
+print("python", platform.python_version(), *(f"{name} {found.get(name, 'missing')}" for name in names), sep=", ")
+for command in (["nvcc", "--version"], ["cmake", "--version"], ["ninja", "--version"]):
+    tool = shutil.which(command[0]) or f"/usr/local/cuda/bin/{command[0]}"
+    try:
+        lines = subprocess.run([tool, command[1]], capture_output=True, text=True, timeout=20).stdout.split("\n")
+        print(command[0], next((line for line in lines if "release" in line), lines[0]))
+    except OSError as error:
+        print(command[0], error)
+PYTHON
+  nvidia-smi --query-gpu=index,name,driver_version,memory.used,memory.total --format=csv,noheader
+  nvidia-smi topo -m | sed -n '1,10p'
+}
+
+stage() {
+  rm -rf "$work/run"
+  mkdir -p "$work/run"
+  cp -r "$root"/tests "$root"/benchmarks "$root"/scripts "$root"/pyproject.toml "$work/run/"
+}
+
+echo "== versions and topology"
+versions 2>&1 | tee "$out/versions.log"
+
+if wants build; then
+  echo "== build"
+  rm -rf "$work"
+  mkdir -p "$work"
+  export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+  if ! ENTWINE_CUDA=ON run build 240 "$python" -m pip install --verbose --no-build-isolation --no-deps --no-index \
+    --disable-pip-version-check --no-warn-script-location --target "$work/site" -C "build-dir=$work/cmake" .; then
+    grep -n -E 'error|Error|FAILED' "$out/build.log" | head -30
+    tail -n 40 "$out/build.log"
+    steps=""
+  fi
+fi
+
+if [[ -n $steps ]]; then
+  stage
+  cd "$work/run" || exit 1
+fi
+
+if wants smoke; then
+  echo "== smoke"
+  run smoke 60 "$python" scripts/gpu_smoke.py || steps=""
+  grep -v -E '^(W|I)[0-9]{4} ' "$out/smoke.log" | tail -n 60 | cut -c1-1200
+fi
+
+if wants test; then
+  echo "== test"
+  # --capture=sys leaves the watchdog's stacks in the log; the image's pytest may be older than the project's.
+  # shellcheck disable=SC2086
+  run test 400 "$python" -m pytest tests/gpu -v --capture=sys --tb=short --durations=12 -o minversion=8.0 \
+    -p no:cacheprovider --junitxml="$out/test.xml" ${PYTEST_ARGS:-} ||
+    { grep -n -E '^E  ' "$out/test.log" | cut -c1-600 | head -40; tail -n 15 "$out/test.log" | cut -c1-300; }
+  grep -E '^(FAILED|ERROR)' "$out/test.log" | cut -c1-400 | head -40
+  summary+=("       $(grep -E '(passed|failed|error|skipped).* in [0-9.]+s' "$out/test.log" | tail -n 1)")
+fi
+
+if wants bench; then
+  echo "== bench"
+  # shellcheck disable=SC2086
+  if run bench 240 "$python" -m benchmarks.collective_matmul --out "$out/bench.json" ${BENCH_ARGS:-}; then
+    run report 30 "$python" -m benchmarks.report "$out/bench.json" && cat "$out/report.log"
+  else
+    tail -n 30 "$out/bench.log" | cut -c1-1200
+  fi
+  summary+=("       $(grep -E '^faster than XLA' "$out/bench.log" | tail -n 1)")
+fi
+
+echo "== summary (logs in $out)"
+printf '%s\n' "${summary[@]}"
+exit $failed

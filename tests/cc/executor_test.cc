@@ -1,0 +1,436 @@
+// The host executor: teams of 1 to 8 ranks, exact on small integers, with few and many workers, stalls and failures.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "host/team.h"
+
+namespace entwine::host {
+namespace {
+
+using schedule::Geometry;
+using schedule::Op;
+using schedule::Transport;
+
+std::vector<std::byte> encode(std::vector<float> const& values, Element e) {
+  std::vector<std::byte> bytes(values.size() * element_bytes(e));
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (e == Element::kF32) std::memcpy(bytes.data() + 4 * i, &values[i], 4);
+    uint16_t narrow = e == Element::kBf16 ? from_float<Bf16>(values[i]).bits : from_float<F16>(values[i]).bits;
+    if (e != Element::kF32) std::memcpy(bytes.data() + 2 * i, &narrow, 2);
+  }
+  return bytes;
+}
+
+float decode(std::vector<std::byte> const& bytes, size_t i, Element e) {
+  if (e == Element::kF32) {
+    float v;
+    std::memcpy(&v, bytes.data() + 4 * i, 4);
+    return v;
+  }
+  uint16_t narrow;
+  std::memcpy(&narrow, bytes.data() + 2 * i, 2);
+  return e == Element::kBf16 ? to_float(Bf16{narrow}) : to_float(F16{narrow});
+}
+
+// One call with the operands and results of all its ranks.
+class Product {
+ public:
+  // `draw` gives the elements of x and w.
+  template <typename Draw>
+  Product(CallSpec const& spec, Draw draw) : spec_(spec), g_(spec.geometry) {
+    size_t x_rows = size_t(g_.batch) * g_.m_shard * (gather() ? 1 : g_.ranks);
+    size_t y_rows = size_t(g_.batch) * g_.m_shard * (gather() ? g_.ranks : 1);
+    for (uint32_t r = 0; r < g_.ranks; ++r) {
+      std::vector<float> x(x_rows * g_.k), w(size_t(g_.k) * g_.n);
+      for (float& v : x) v = draw();
+      for (float& v : w) v = draw();
+      x_.push_back(encode(x, spec.in));
+      w_.push_back(encode(w, spec.in));
+      y_.emplace_back(y_rows * g_.n * element_bytes(spec.out), std::byte{0xff});
+    }
+  }
+
+  CallSpec const& spec() const { return spec_; }
+  Operands operands(uint32_t rank) { return {x_[rank].data(), w_[rank].data(), y_[rank].data()}; }
+  std::vector<std::byte> const& y(uint32_t rank) const { return y_[rank]; }
+
+  bool exact() const { return worst(0) == 0; }
+
+  // The largest error of a result, less `relative` times the sum of the absolute values of its terms.
+  double worst(double relative) const {
+    double worst = 0;
+    uint32_t rows = gather() ? g_.ranks * g_.m_shard : g_.m_shard;
+    for (uint32_t r = 0; r < g_.ranks; ++r)
+      for (uint32_t b = 0; b < g_.batch; ++b)
+        for (uint32_t i = 0; i < rows; ++i)
+          for (uint32_t j = 0; j < g_.n; ++j) {
+            double want = 0, size = 0;
+            if (gather()) {
+              add(i / g_.m_shard, size_t(b) * g_.m_shard + i % g_.m_shard, r, j, want, size);
+            } else {
+              for (uint32_t q = 0; q < g_.ranks; ++q) add(q, (size_t(b) * g_.ranks + r) * g_.m_shard + i, q, j, want, size);
+            }
+            double error = std::abs(decode(y_[r], (size_t(b) * rows + i) * g_.n + j, spec_.out) - want);
+            if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
+          }
+    return worst;
+  }
+
+ private:
+  bool gather() const { return spec_.op == Op::kAllGatherMatmul; }
+  void add(uint32_t x_rank, size_t x_row, uint32_t w_rank, uint32_t col, double& sum, double& size) const {
+    for (uint32_t p = 0; p < g_.k; ++p) {
+      size_t at = spec_.transpose_w ? size_t(col) * g_.k + p : size_t(p) * g_.n + col;
+      double term = double(decode(x_[x_rank], x_row * g_.k + p, spec_.in)) * decode(w_[w_rank], at, spec_.in);
+      sum += term;
+      size += std::abs(term);
+    }
+  }
+
+  CallSpec spec_;
+  Geometry g_;
+  std::vector<std::vector<std::byte>> x_, w_, y_;
+};
+
+// Collects what the ranks report.
+class Outcome {
+ public:
+  explicit Outcome(uint32_t expected) : left_(expected) {}
+  Team::Done done() {
+    return [this](std::string const* error) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (error != nullptr) errors_.push_back(*error);
+      if (--left_ == 0) changed_.notify_all();
+    };
+  }
+  std::vector<std::string> const& wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return left_ == 0; });
+    return errors_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint32_t left_;
+  std::vector<std::string> errors_;
+};
+
+struct Random {
+  std::minstd_rand engine;
+  explicit Random(uint32_t seed) : engine(seed * 2 + 1) {}
+  uint32_t below(uint32_t n) { return engine() % n; }
+  uint32_t upto(uint32_t most) { return 1 + below(most); }
+  float integer() { return static_cast<float>(below(3)) - 1; }  // sums of a few hundred stay exact in every type
+  float real() { return static_cast<float>(below(2000001)) / 1e6f - 1; }
+};
+
+// A call of random shape and plan, small, with tails.
+CallSpec random_spec(Random& random, uint32_t ranks) {
+  static constexpr Element kTypes[][2] = {{Element::kBf16, Element::kBf16},
+                                          {Element::kBf16, Element::kF32},
+                                          {Element::kF16, Element::kF16},
+                                          {Element::kF16, Element::kF32},
+                                          {Element::kF32, Element::kF32}};
+  auto const& types = kTypes[random.below(5)];
+  bool gather = random.below(2) == 0;
+  uint32_t tile_m = random.upto(12), tile_n = random.upto(12);
+  CallSpec spec{gather ? "all_gather_matmul" : "matmul_reduce_scatter",
+                gather ? Op::kAllGatherMatmul : Op::kMatmulReduceScatter,
+                {ranks, random.upto(2), random.upto(3 * tile_m), random.upto(3 * tile_n), random.upto(24), tile_m, tile_n},
+                {tile_m, tile_n, random.upto(4), random.below(40), random.below(2) == 0 ? Transport::kPull : Transport::kPush,
+                 random.upto(3)},
+                random.below(2) == 0,
+                types[0],
+                types[1]};
+  spec.workers = random.upto(4);
+  spec.timeout = Timeout(60000);
+  return spec;
+}
+
+// Every rank submits all calls, each in an order of its own, from a thread of its own; then all results are checked.
+void run_and_check(Team& team, std::vector<Product>& products, int64_t run, Random& random) {
+  uint32_t ranks = products[0].spec().geometry.ranks;
+  Outcome outcome(ranks * static_cast<uint32_t>(products.size()));
+  std::vector<std::thread> threads;
+  for (uint32_t r = 0; r < ranks; ++r) {
+    std::vector<size_t> order(products.size());
+    std::iota(order.begin(), order.end(), size_t(0));
+    std::shuffle(order.begin(), order.end(), random.engine);
+    threads.emplace_back([&, r, order] {
+      for (size_t i : order) team.submit(r, {i, run, 0}, products[i].spec(), products[i].operands(r), outcome.done());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (std::string const& error : outcome.wait()) CHECK_THAT(false, error);
+  for (Product const& p : products) {
+    Geometry const& g = p.spec().geometry;
+    CHECK_THAT(p.exact(), p.spec().name << ", ranks " << g.ranks << ", batch " << g.batch << ", m_shard " << g.m_shard << ", n "
+                                        << g.n << ", k " << g.k << ", tile " << g.tile_m << " x " << g.tile_n << ", workers "
+                                        << p.spec().workers);
+  }
+}
+
+template <typename Change>
+std::vector<Product> integer_products(Random& random, uint32_t ranks, uint32_t count, Change change) {
+  std::vector<Product> products;
+  for (uint32_t i = 0; i < count; ++i) {
+    CallSpec spec = random_spec(random, ranks);
+    change(spec);
+    products.emplace_back(spec, [&] { return random.integer(); });
+  }
+  return products;
+}
+
+void exact_on_all_teams_and_types() {
+  Random random(1);
+  for (uint32_t ranks = 1; ranks <= schedule::kMaxRanks; ++ranks) {
+    Team team(ranks);
+    for (int64_t run = 0; run < 4; ++run) {
+      auto products = integer_products(random, ranks, 12, [](CallSpec&) {});
+      run_and_check(team, products, run, random);
+    }
+  }
+}
+
+void one_worker_a_rank_finishes() {
+  Random random(2);
+  for (uint32_t ranks : {2u, 3u, 5u, 8u}) {
+    Team team(ranks);
+    for (int64_t run = 0; run < 3; ++run) {
+      auto products = integer_products(random, ranks, 10, [&](CallSpec& spec) {
+        spec.workers = 1;
+        spec.plan.lead = random.below(3);  // the schedule raises it to what progress needs
+        spec.plan.pushers = 1;
+      });
+      run_and_check(team, products, run, random);
+    }
+  }
+}
+
+void many_workers_a_rank() {
+  Random random(3);
+  Team team(3);
+  for (int64_t run = 0; run < 3; ++run) {
+    auto products = integer_products(random, 3, 8, [&](CallSpec& spec) {
+      spec.workers = 12;
+      spec.plan.pushers = random.upto(12);
+    });
+    run_and_check(team, products, run, random);
+  }
+}
+
+void random_stalls() {
+  Random random(4);
+  for (uint32_t ranks : {2u, 4u, 7u}) {
+    Team team(ranks);
+    for (int64_t run = 0; run < 3; ++run) {
+      auto products = integer_products(random, ranks, 8, [&](CallSpec& spec) {
+        spec.workers = random.upto(3);
+        spec.stall_us = 150;
+        spec.stall_seed = random.engine();
+      });
+      run_and_check(team, products, run, random);
+    }
+  }
+}
+
+// One rank is slow to come; the others may not overwrite what it hasn't read.
+void a_lagging_rank_is_not_overrun() {
+  Random random(5);
+  constexpr uint32_t kRanks = 3, kCalls = 60;
+  Team team(kRanks);
+  auto products = integer_products(random, kRanks, kCalls, [](CallSpec& spec) { spec.workers = 2; });
+  Outcome outcome(kRanks * kCalls);
+  std::vector<std::thread> threads;
+  for (uint32_t r = 0; r < kRanks; ++r)
+    threads.emplace_back([&, r] {
+      for (uint32_t i = 0; i < kCalls; ++i) {
+        if (r == 1) std::this_thread::sleep_for(std::chrono::microseconds(500));
+        team.submit(r, {i, 0, 0}, products[i].spec(), products[i].operands(r), outcome.done());
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(outcome.wait().empty());
+  for (Product const& p : products) CHECK(p.exact());
+}
+
+// More signal words, or more staging, than the first arena has; then small calls, which go on in the first.
+void arenas_grow() {
+  Random random(6);
+  Team team(2);
+  for (int64_t run = 0; run < 4; ++run) {
+    uint32_t i = 0;
+    auto products = integer_products(random, 2, 6, [&](CallSpec& spec) {
+      Geometry& g = spec.geometry;
+      if (i == 2) {  // 4900 tiles a chunk
+        g = {2, 1, 70, 70, 3, 1, 1};
+        spec.op = Op::kMatmulReduceScatter;
+      }
+      if (i == 4) {  // a chunk of 2 MiB and more
+        g = {2, 1, 70, 5, 16384, 32, 8};
+        spec.op = Op::kAllGatherMatmul;
+        spec.in = Element::kBf16;
+        spec.out = Element::kF32;
+      }
+      spec.plan.tile_m = g.tile_m;
+      spec.plan.tile_n = g.tile_n;
+      ++i;
+    });
+    run_and_check(team, products, run, random);
+  }
+}
+
+void epochs_wrap_around() {
+  Random random(7);
+  for (uint32_t first_epoch : {0xfffffff8u, 0x7ffffff8u}) {
+    Team team(3, first_epoch);
+    for (int64_t run = 0; run < 3; ++run) {
+      auto products = integer_products(random, 3, 10, [](CallSpec&) {});
+      run_and_check(team, products, run, random);
+    }
+  }
+}
+
+// Sums are taken in rank order, whatever the timing.
+void results_are_the_same_to_the_bit() {
+  Random random(8);
+  for (Element type : {Element::kBf16, Element::kF16, Element::kF32}) {
+    Team team(4);
+    CallSpec spec{"matmul_reduce_scatter",
+                  Op::kMatmulReduceScatter,
+                  {4, 2, 21, 30, 77, 8, 8},
+                  {8, 8, 2, 5, Transport::kPull, 1},
+                  false,
+                  type,
+                  type};
+    std::unique_ptr<Product> first;
+    for (int64_t run = 0; run < 12; ++run) {
+      spec.workers = 1 + static_cast<uint32_t>(run % 4);
+      spec.stall_us = run % 3 == 0 ? 50 : 0;
+      spec.plan.lead = 3 + 5 * static_cast<uint32_t>(run % 5);
+      spec.plan.transport = run % 2 == 0 ? Transport::kPull : Transport::kPush;
+      Random same(9);
+      auto product = std::make_unique<Product>(spec, [&] { return same.real(); });
+      Outcome outcome(4);
+      for (uint32_t r = 0; r < 4; ++r) team.submit(r, {0, run, 0}, product->spec(), product->operands(r), outcome.done());
+      CHECK(outcome.wait().empty());
+      if (!first) {
+        // The result and each partial sum are rounded once: half a unit in the last place each, of less than the sum of all
+        // terms.
+        double unit = type == Element::kBf16 ? 0x1p-8 : type == Element::kF16 ? 0x1p-11 : 0x1p-18;
+        CHECK_EQ(product->worst(2 * unit), 0);
+        first = std::move(product);
+      } else {
+        for (uint32_t r = 0; r < 4; ++r) CHECK(product->y(r) == first->y(r));
+      }
+    }
+  }
+}
+
+void teams_do_not_disturb_each_other() {
+  std::vector<std::thread> threads;
+  std::mutex one_at_a_time;
+  std::atomic<int> wrong{0};
+  Team a(2), b(2);
+  for (Team* team : {&a, &b})
+    threads.emplace_back([&, team] {
+      Random random(team == &a ? 10 : 11);
+      for (int64_t run = 0; run < 20; ++run) {
+        auto products = integer_products(random, 2, 1, [](CallSpec&) {});
+        Outcome outcome(2);
+        for (uint32_t r = 0; r < 2; ++r)
+          team->submit(r, {0, run, 0}, products[0].spec(), products[0].operands(r), outcome.done());
+        if (!outcome.wait().empty() || !products[0].exact()) ++wrong;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(wrong.load(), 0);
+}
+
+void a_rank_that_never_comes_ends_in_an_error() {
+  Random random(12);
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
+    Team team(3);
+    auto healthy = integer_products(random, 3, 6, [](CallSpec&) {});
+    run_and_check(team, healthy, 0, random);
+
+    auto products = integer_products(random, 3, 2, [&](CallSpec& spec) {
+      spec.op = op;
+      spec.name = op == Op::kAllGatherMatmul ? "all_gather_matmul" : "matmul_reduce_scatter";
+      spec.workers = 3;
+      spec.timeout = Timeout(100);
+    });
+    // Rank 1 comes to neither call in time.
+    Outcome outcome(4), late(2);
+    for (uint32_t i = 0; i < 2; ++i)
+      for (uint32_t r : {0u, 2u}) team.submit(r, {i, 1, 0}, products[i].spec(), products[i].operands(r), outcome.done());
+    CHECK_EQ(outcome.wait().size(), 4u);
+    for (std::string const& error : outcome.wait()) {
+      CHECK_THAT(error.find(std::string("entwine_jax.") + products[0].spec().name) == 0, error);
+      for (char const* word : {"rank 1 has not come", "waited 0.1 s", "tile (row", "epoch", "ENTWINE_TIMEOUT_S"})
+        CHECK_THAT(error.find(word) != std::string::npos, error);
+    }
+    // It hears of that at once when it comes.
+    auto start = std::chrono::steady_clock::now();
+    for (uint32_t i = 0; i < 2; ++i) team.submit(1, {i, 1, 0}, products[i].spec(), products[i].operands(1), late.done());
+    CHECK_EQ(late.wait().size(), 2u);
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+
+    // The team goes on.
+    for (int64_t run = 2; run < 5; ++run) {
+      auto after = integer_products(random, 3, 6, [](CallSpec&) {});
+      run_and_check(team, after, run, random);
+    }
+  }
+}
+
+// Failing over and over, with calls of the same run under way, leaves nothing behind.
+void failures_under_load() {
+  Random random(13);
+  Team team(4);
+  for (int64_t run = 0; run < 10; ++run) {
+    constexpr uint32_t kCalls = 4;
+    auto products = integer_products(random, 4, kCalls, [&](CallSpec& spec) {
+      spec.workers = random.upto(3);
+      spec.timeout = Timeout(20);
+    });
+    uint32_t absent = random.below(4), from = random.below(kCalls);
+    Outcome outcome(4 * from + 3 * (kCalls - from));
+    for (uint32_t i = 0; i < kCalls; ++i)
+      for (uint32_t r = 0; r < 4; ++r)
+        if (i < from || r != absent)
+          team.submit(r, {i, 2 * run, 0}, products[i].spec(), products[i].operands(r), outcome.done());
+    CHECK(outcome.wait().size() >= 3 * (kCalls - from));
+    auto after = integer_products(random, 4, 4, [](CallSpec&) {});
+    run_and_check(team, after, 2 * run + 1, random);
+  }
+}
+
+}  // namespace
+}  // namespace entwine::host
+
+int main() {
+  using namespace entwine::host;
+  return check::run({{"exact on all teams and types", exact_on_all_teams_and_types},
+                     {"one worker a rank finishes", one_worker_a_rank_finishes},
+                     {"many workers a rank", many_workers_a_rank},
+                     {"random stalls", random_stalls},
+                     {"a lagging rank is not overrun", a_lagging_rank_is_not_overrun},
+                     {"arenas grow", arenas_grow},
+                     {"epochs wrap around", epochs_wrap_around},
+                     {"results are the same to the bit", results_are_the_same_to_the_bit},
+                     {"teams do not disturb each other", teams_do_not_disturb_each_other},
+                     {"a rank that never comes ends in an error", a_rank_that_never_comes_ends_in_an_error},
+                     {"failures under load", failures_under_load}});
+}

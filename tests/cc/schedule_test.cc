@@ -1,0 +1,285 @@
+// Proofs by exhaustion, over thousands of shapes and teams of 1 to 8, of what the executors rely on.
+#include <ostream>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "check.h"
+#include "schedule/plan.h"
+#include "schedule/signals.h"
+#include "schedule/tile_order.h"
+
+namespace entwine::schedule {
+
+std::ostream& operator<<(std::ostream& out, Geometry const& g) {
+  return out << "ranks " << g.ranks << ", batch " << g.batch << ", m_shard " << g.m_shard << ", n " << g.n << ", tile "
+             << g.tile_m << " x " << g.tile_n;
+}
+
+namespace {
+
+// Small shapes, where every kind of tail occurs often.
+struct Shapes {
+  std::mt19937 random{1};
+  uint32_t upto(uint32_t most) { return 1 + random() % most; }
+
+  Geometry geometry(uint32_t ranks) {
+    uint32_t tile_m = upto(8), tile_n = upto(8);
+    return {ranks, upto(3), upto(5 * tile_m), upto(5 * tile_n), upto(20), tile_m, tile_n};
+  }
+  Raster raster(Geometry const& g) { return {g.chunk_rows(), g.cols(), upto(6)}; }
+};
+
+template <typename Check>
+void for_all_shapes(uint32_t first_team, uint32_t shapes_per_team, Check check) {
+  Shapes shapes;
+  for (uint32_t ranks = first_team; ranks <= kMaxRanks; ++ranks)
+    for (uint32_t i = 0; i < shapes_per_team; ++i) {
+      Geometry g = shapes.geometry(ranks);
+      check(g, shapes.raster(g), shapes);
+    }
+}
+
+void geometry_covers_every_row_and_column() {
+  for_all_shapes(1, 3000, [](Geometry const& g, Raster const&, Shapes&) {
+    std::vector<uint32_t> rows(g.batch * g.m_shard);
+    for (uint32_t row = 0; row < g.chunk_rows(); ++row) {
+      CHECK_THAT(g.rows(row) >= 1 && g.rows(row) <= g.tile_m && g.first_row(row) + g.rows(row) <= g.m_shard,
+                 g << " row block " << row);
+      for (uint32_t i = 0; i < g.rows(row); ++i) ++rows[g.batch_of(row) * g.m_shard + g.first_row(row) + i];
+    }
+    for (uint32_t times : rows) CHECK_THAT(times == 1, g);
+    CHECK_THAT(g.cols() * g.tile_n >= g.n && (g.cols() - 1) * g.tile_n < g.n, g);
+    CHECK_THAT(g.tiles() == g.ranks * g.chunk_rows() * g.cols(), g);
+  });
+}
+
+void peer_slots_number_all_peers() {
+  for (uint32_t ranks = 1; ranks <= kMaxRanks; ++ranks)
+    for (uint32_t self = 0; self < ranks; ++self) {
+      std::set<uint32_t> slots;
+      for (uint32_t peer = 0; peer < ranks; ++peer) {
+        if (peer == self) continue;
+        slots.insert(peer_slot(self, peer));
+        CHECK_EQ(peer_of_slot(self, peer_slot(self, peer)), peer);
+        CHECK(peer_slot(self, peer) < ranks - 1);
+      }
+      CHECK_EQ(slots.size(), ranks - 1);
+    }
+}
+
+void raster_index_is_the_inverse_of_at() {
+  for (uint32_t rows = 1; rows <= 13; ++rows)
+    for (uint32_t cols = 1; cols <= 9; ++cols)
+      for (uint32_t group = 1; group <= 15; ++group) {
+        Raster raster{rows, cols, group};
+        std::set<std::pair<uint32_t, uint32_t>> cells;
+        for (uint32_t i = 0; i < raster.size(); ++i) {
+          Raster::Cell cell = raster.at(i);
+          CHECK(cell.row < rows && cell.col < cols);
+          CHECK_EQ(raster.index(cell.row, cell.col), i);
+          cells.insert({cell.row, cell.col});
+        }
+        CHECK_EQ(cells.size(), raster.size());
+      }
+}
+
+// positions[owner][index]: where `order` has the tile of that raster index of that owner's chunk.
+template <typename Order>
+std::vector<std::vector<uint32_t>> positions(Geometry const& g, Raster const& raster, Order const& order) {
+  constexpr uint32_t kNowhere = ~0u;
+  std::vector<std::vector<uint32_t>> positions(g.ranks, std::vector<uint32_t>(g.chunk_tiles(), kNowhere));
+  CHECK_THAT(order.size() == g.tiles(), g);
+  for (uint32_t p = 0; p < order.size(); ++p) {
+    Tile t = order.at(p);
+    CHECK_THAT(t.owner < g.ranks && t.row < g.chunk_rows() && t.col < g.cols(), g);
+    uint32_t& at = positions[t.owner][raster.index(t.row, t.col)];
+    CHECK_THAT(at == kNowhere, g << ": a tile at both " << at << " and " << p);
+    at = p;
+  }
+  return positions;  // as many tiles as positions, none twice: each exactly once
+}
+
+// The invariant behind progress, for any op: number each rank's jobs in the order in which it claims them. If whoever waits at
+// position p waits only for jobs at positions < p of their ranks, then the lowest position at which anybody waits is served:
+// the job it wants stands lower, so nobody waits before it on its rank, and it gets claimed and finished with one worker a
+// rank. Jobs that others wait for need not be free of waiting themselves for that; here they are.
+void reduce_scatter_order_is_complete_and_never_deadlocks() {
+  for_all_shapes(1, 3000, [](Geometry const& g, Raster const& raster, Shapes& shapes) {
+    uint32_t lead = shapes.random() % 3 == 0 ? 0 : shapes.random() % (g.tiles() + 3);
+    std::vector<std::vector<std::vector<uint32_t>>> at;  // [rank][owner][index]
+    for (uint32_t r = 0; r < g.ranks; ++r) at.push_back(positions(g, raster, ReduceScatterOrder{raster, g.ranks, r, lead}));
+    for (uint32_t r = 0; r < g.ranks; ++r)
+      for (uint32_t i = 0; i < g.chunk_tiles(); ++i)
+        for (uint32_t peer = 0; peer < g.ranks; ++peer)
+          if (peer != r) CHECK_THAT(at[peer][r][i] < at[r][r][i], g << ", lead " << lead << ", tile " << i);
+  });
+}
+
+void reduce_scatter_order_is_paced() {
+  for_all_shapes(2, 3000, [](Geometry const& g, Raster const& raster, Shapes& shapes) {
+    uint32_t peers = g.ranks - 1, lead = shapes.random() % (g.tiles() + 3), r = shapes.random() % g.ranks;
+    ReduceScatterOrder order{raster, g.ranks, r, lead};
+    uint32_t remote = 0, own = 0;
+    for (uint32_t p = 0; p < order.size(); ++p) {
+      Tile t = order.at(p);
+      if (t.owner == r) {
+        CHECK_THAT(raster.index(t.row, t.col) == own, g << ": own tiles in raster order");
+        ++own;
+      } else {
+        CHECK_THAT(t.owner == (r + 1 + remote % peers) % g.ranks, g << ": remote tiles go round the owners");
+        CHECK_THAT(raster.index(t.row, t.col) == remote / peers, g << ": raster index outermost");
+        ++remote;
+      }
+      // From the lead to the last group, remote tiles stay `lead` ahead of the own ones.
+      uint32_t ahead = smaller(larger(lead, peers), g.chunk_tiles() * peers);
+      if (remote + peers > g.chunk_tiles() * peers) continue;
+      CHECK_THAT(remote <= ahead + own * peers, g << ": no burst");
+      if (own > 0) CHECK_THAT(remote >= ahead + (own - 1) * peers, g << ": no gap");
+    }
+  });
+}
+
+// All-gather: a rank's jobs are its pushes, which never wait, and then its tiles. A host worker claims a tile earlier than
+// that, but waits for a row block only after the last push is claimed.
+void all_gather_order_is_complete_and_never_deadlocks() {
+  for_all_shapes(1, 3000, [](Geometry const& g, Raster const& raster, Shapes& shapes) {
+    uint32_t units = shapes.upto(4);
+    std::vector<PushOrder> pushes;
+    for (uint32_t r = 0; r < g.ranks; ++r) pushes.push_back({g.ranks, r, g.chunk_rows(), units});
+    // pushed[source][destination][row]: the job at which the row block's last piece is pushed.
+    std::vector pushed(g.ranks, std::vector(g.ranks, std::vector<uint32_t>(g.chunk_rows())));
+    for (uint32_t r = 0; r < g.ranks; ++r) {
+      std::vector pieces(g.ranks, std::vector(g.chunk_rows(), std::vector<uint32_t>(units)));
+      for (uint32_t u = 0; u < pushes[r].size(); ++u) {
+        PushOrder::Unit unit = pushes[r].at(u);
+        CHECK_THAT(unit.destination != r && unit.destination < g.ranks && unit.row < g.chunk_rows() && unit.piece < units, g);
+        ++pieces[unit.destination][unit.row][unit.piece];
+        pushed[r][unit.destination][unit.row] = u;
+      }
+      for (uint32_t d = 0; d < g.ranks; ++d)
+        for (auto const& row : pieces[d])
+          for (uint32_t times : row) CHECK_THAT(times == (d == r ? 0 : 1), g << ": each piece once to each peer");
+    }
+    for (uint32_t r = 0; r < g.ranks; ++r) {
+      AllGatherOrder order{raster, g.ranks, r};
+      positions(g, raster, order);
+      for (uint32_t p = 0; p < order.size(); ++p) {
+        Tile t = order.at(p);
+        CHECK_THAT((t.owner == r) == (p < g.chunk_tiles()), g << ": the own chunk comes first");
+        if (t.owner != r) CHECK_THAT(pushed[t.owner][r][t.row] < pushes[r].size() + p, g << ": row block " << t.row);
+      }
+    }
+  });
+}
+
+// A chunk is pushed to the peers in the order in which they get to it.
+void pushes_come_in_the_order_of_need() {
+  for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks)
+    for (uint32_t r = 0; r < ranks; ++r) {
+      Raster raster{3, 2, 2};
+      PushOrder pushes{ranks, r, 3, 2};
+      for (uint32_t u = 0; u < pushes.size(); ++u) {
+        PushOrder::Unit unit = pushes.at(u);
+        uint32_t step = u / (3 * 2);
+        CHECK_EQ(unit.row, u / 2 % 3);
+        CHECK_EQ((AllGatherOrder{raster, ranks, unit.destination}.at((step + 1) * raster.size()).owner), r);
+      }
+    }
+}
+
+// Every word of an arena has one writer, is raised once a call, and is waited for.
+void signal_words_have_one_writer_and_all_are_awaited() {
+  for_all_shapes(2, 3000, [](Geometry const& g, Raster const& raster, Shapes& shapes) {
+    uint32_t parts = shapes.upto(4);
+    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
+      bool gather = op == Op::kAllGatherMatmul;
+      uint32_t used = signals_per_source(op, g, parts), words_per_source = used + shapes.random() % 5;
+      std::vector<int> writer(g.ranks * words_per_source, -1);
+      uint32_t destination = shapes.random() % g.ranks, raised = 0, awaited = 0;
+      for (uint32_t source = 0; source < g.ranks; ++source) {
+        if (source == destination) continue;
+        auto raise = [&](uint32_t index) {
+          CHECK_THAT(index < used, g << ": word " << index << " of " << used);
+          int& w = writer[signal_word(source, words_per_source, index)];
+          CHECK_THAT(w == -1, g << ": a word of both " << w << " and " << source);
+          w = static_cast<int>(source);
+          ++raised;
+        };
+        if (gather) {
+          for (uint32_t row = 0; row < g.chunk_rows(); ++row) raise(gathered_signal(row));
+        } else {
+          ReduceScatterOrder order{raster, g.ranks, source, 2 * g.ranks};
+          for (uint32_t p = 0; p < order.size(); ++p) {
+            Tile t = order.at(p);
+            if (t.owner != destination) continue;
+            for (uint32_t part = 0; part < parts; ++part) raise(partial_signal(raster.index(t.row, t.col), part, parts));
+          }
+        }
+      }
+      // What the destination waits for, once for each word.
+      std::set<uint32_t> waits;
+      auto await = [&](uint32_t source, uint32_t index) {
+        uint32_t word = signal_word(source, words_per_source, index);
+        CHECK_THAT(writer[word] == static_cast<int>(source), g << ": a wait for word " << word << " that nobody raises");
+        if (waits.insert(word).second) ++awaited;
+      };
+      for (uint32_t p = 0; p < g.tiles(); ++p) {
+        if (gather) {
+          Tile t = AllGatherOrder{raster, g.ranks, destination}.at(p);
+          if (t.owner != destination) await(t.owner, gathered_signal(t.row));
+        } else {
+          Tile t = ReduceScatterOrder{raster, g.ranks, destination, 2 * g.ranks}.at(p);
+          if (t.owner != destination) continue;
+          for (uint32_t source = 0; source < g.ranks; ++source)
+            for (uint32_t part = 0; source != destination && part < parts; ++part)
+              await(source, partial_signal(raster.index(t.row, t.col), part, parts));
+        }
+      }
+      CHECK_THAT(raised == (g.ranks - 1) * used && awaited == raised,
+                 g << ": " << raised << " raised, " << awaited << " awaited");
+    }
+  });
+}
+
+void epochs_wrap_around() {
+  for (uint32_t epoch : {0u, 1u, 0x7ffffffeu, 0x7fffffffu, 0x80000000u, 0xfffffffeu, 0xffffffffu}) {
+    uint32_t wanted = signal_value(epoch);
+    CHECK(signal_reached(signal_value(epoch), wanted));
+    CHECK(signal_reached(signal_value(epoch + 1), wanted));  // a peer that is one call ahead
+    for (uint32_t ago = 1; ago < 1000; ++ago)
+      CHECK_THAT(!signal_reached(signal_value(epoch - ago), wanted), ago << " calls ago");
+    for (uint32_t bit = 0; bit < 32; ++bit) CHECK_THAT(!signal_reached(signal_value(epoch - (1u << bit)), wanted), "2^" << bit);
+    CHECK(!signal_reached(signal_value(epoch - 0xfffffffeu), wanted));  // 2^32 - 2 calls ago
+  }
+}
+
+void plans_are_sound() {
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+    for (Target target : {Target::kHost, Target::kSm90})
+      for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks)
+        for (uint32_t k : {8u, 64u, 512u, 1024u, 2048u, 4096u, 16384u})
+          for (uint32_t bytes : {2u, 4u}) {
+            Plan plan = make_plan(op, target, ranks, k, bytes);
+            CHECK(plan.tile_m >= 1 && plan.tile_n >= 1 && plan.raster >= 1 && plan.pushers >= 1);
+            CHECK_THAT(plan.lead >= ranks - 1, plan.lead);
+          }
+}
+
+}  // namespace
+}  // namespace entwine::schedule
+
+int main() {
+  using namespace entwine::schedule;
+  return check::run(
+      {{"geometry covers every row and column", geometry_covers_every_row_and_column},
+       {"peer slots number all peers", peer_slots_number_all_peers},
+       {"raster index is the inverse of at", raster_index_is_the_inverse_of_at},
+       {"reduce-scatter order is complete and never deadlocks", reduce_scatter_order_is_complete_and_never_deadlocks},
+       {"reduce-scatter order is paced", reduce_scatter_order_is_paced},
+       {"all-gather order is complete and never deadlocks", all_gather_order_is_complete_and_never_deadlocks},
+       {"pushes come in the order of need", pushes_come_in_the_order_of_need},
+       {"signal words have one writer and all are awaited", signal_words_have_one_writer_and_all_are_awaited},
+       {"epochs wrap around", epochs_wrap_around},
+       {"plans are sound", plans_are_sound}});
+}

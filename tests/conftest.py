@@ -1,0 +1,34 @@
+"""Eight virtual CPU devices, and the skips of tests that need GPUs."""
+
+import functools
+import os
+
+import pytest
+
+# Before anything imports jax.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+# What a developer's shell may hold must not change what is tested.
+for _variable in ("STRATEGY", "TIMEOUT_S", "WORKERS", "STALL_US", "STALL_SEED"):
+    os.environ.pop(f"ENTWINE_{_variable}", None)
+
+
+@functools.cache
+def _gpus() -> int:
+    """The sm_90 GPUs here."""
+    import jax
+
+    try:
+        return sum(device.compute_capability == "9.0" for device in jax.devices("cuda"))
+    except RuntimeError:  # no such platform
+        return 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Markers gpu and multigpu(n). ENTWINE_REQUIRE_GPUS=n: tests of up to n GPUs fail where they can't run."""
+    needed = max((mark.args[0] if mark.args else 2 for mark in item.iter_markers("multigpu")), default=0)
+    needed = max(needed, 1 if item.get_closest_marker("gpu") else 0)
+    if needed > (found := _gpus() if needed else 0):
+        message = f"needs {needed} sm_90 GPUs, found {found}"
+        if needed <= int(os.environ.get("ENTWINE_REQUIRE_GPUS") or 0):
+            pytest.fail(f"{message}, and ENTWINE_REQUIRE_GPUS={os.environ['ENTWINE_REQUIRE_GPUS']}", pytrace=False)
+        pytest.skip(message)

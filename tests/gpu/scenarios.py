@@ -1,0 +1,303 @@
+"""What the GPU tests do in this process and in child processes: `python scenarios.py NAME [ARGUMENT ...]`.
+
+A scenario raises on failure. XLA's flags, the first call of a process, and one process a GPU need children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import (
+    ALL_GATHER,
+    AXIS,
+    OPS,
+    REDUCE_SCATTER,
+    Case,
+    assert_close,
+    assert_equal,
+    assert_shards_equal,
+    delayed,
+    exact_product,
+    gaussians,
+    integers,
+    mesh_of,
+    per_shard,
+    program,
+    put,
+    reference,
+    team_size,
+)
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Several tiles each way, with tails.
+RAGGED = {op: Case(op, 392, 1032, 520) for op in OPS}
+
+
+def check_exact(case: Case, mesh: Mesh, seed: int) -> None:
+    """One call on fresh integers, compared by every process with its part of the float64 product."""
+    ranks = team_size(mesh)
+    x, w = integers(case, ranks, seed)
+    x_spec, w_spec, _ = case.specs(AXIS)
+    y = program(case, mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+    assert_shards_equal(case, y, exact_product(case, ranks, x, w))
+
+
+def cold(op: str) -> None:
+    """The first thing that this process does on its devices is a fused call."""
+    check_exact(RAGGED[op], mesh_of(), seed=1)
+
+
+def stress(op: str, launches: str = "100") -> None:
+    """Launches without a pause between them, on changing inputs, one rank late: bit for bit as when run alone."""
+    count, case, mesh = int(launches), RAGGED[op], mesh_of()
+    ranks, kinds = team_size(mesh), (10, 7)
+    x_spec, w_spec, y_spec = case.specs(AXIS)
+    inputs = [gaussians(case, ranks, seed) for seed in range(max(kinds))]
+    xs = put(np.stack([x for x, _ in inputs[: kinds[0]]]), mesh, P(None, *x_spec))
+    ws = put(np.stack([w for _, w in inputs[: kinds[1]]]), mesh, P(None, *w_spec))
+    call = per_shard(case)
+
+    def body(xs: jax.Array, ws: jax.Array, i: jax.Array, slow_rank: jax.Array, steps: jax.Array) -> jax.Array:
+        return call(delayed(xs[i % kinds[0]], AXIS, slow_rank, steps), ws[i % kinds[1]])
+
+    specs = (P(None, *x_spec), P(None, *w_spec), P(), P(), P())
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=y_spec))
+    launch = [np.int32(i) for i in range(count)]
+    alone = [jax.block_until_ready(run(xs, ws, i, np.int32(0), np.int32(0))) for i in launch]
+    for i in (0, 1, count - 1):
+        x, w = put(inputs[i % kinds[0]][0], mesh, x_spec), put(inputs[i % kinds[1]][1], mesh, w_spec)
+        assert_close(case, alone[i], reference(case, mesh)(x, w)[0], 4e-3)
+
+    rng = np.random.default_rng(0)
+    slow = rng.integers(0, ranks, count, np.int32)
+    # Half of the launches are on time; the others are late by up to some milliseconds.
+    steps = rng.integers(0, 200, count, np.int32) * rng.integers(0, 2, count, np.int32)
+    together = [run(xs, ws, i, slow[i], steps[i]) for i in launch]
+    bits = jax.jit(lambda a, b: jnp.sum(a.view(jnp.uint16) != b.view(jnp.uint16)))
+    different = [int(bits(a, b)) for a, b in zip(alone, together, strict=True)]
+    bad = [i for i in range(count) if different[i]]
+    assert not bad, f"{case}: launches {bad[:20]} of {count} differ, in {[different[i] for i in bad[:20]]} elements"
+
+
+def graphs(launches: str = "100") -> None:
+    """Everything that captured graphs could get wrong, in one child; its XLA_FLAGS say whether XLA may capture."""
+    for op in OPS:
+        stress(op, launches)
+    interleaved()
+    independent()
+    chained()
+
+
+def chained(programs: int = 20) -> None:
+    """Eight calls in a row in one program, most of it one graph, run over and over on what it returned."""
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    k = 64 * ranks
+    up, down = Case(ALL_GATHER, 136, 256, k), Case(REDUCE_SCATTER, 136, k, 256)
+    x, w_up = integers(up, ranks, 1)
+    _, w_down = integers(down, ranks, 2)
+    up_specs, down_specs = up.specs(AXIS), down.specs(AXIS)
+
+    def layers(strategy: str) -> Callable[..., jax.Array]:
+        first, second = per_shard(up, strategy=strategy), per_shard(down, strategy=strategy)
+
+        def body(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+            for _ in range(4):
+                x = jnp.sign(second(jnp.sign(first(x, w_up)), w_down))
+            return x
+
+        specs = (up_specs[0], up_specs[1], down_specs[1])
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=down_specs[2]))
+
+    ws = put(w_up, mesh, up_specs[1]), put(w_down, mesh, down_specs[1])
+    # Signs of exact integers: both ways must agree to the bit however often they are fed back.
+    ours = theirs = put(x, mesh, up_specs[0])
+    fused, xla = layers("fused"), layers("xla")
+    for _ in range(programs):
+        ours = fused(ours, *ws)
+    for _ in range(programs):
+        theirs = xla(theirs, *ws)
+    assert_equal(down, ours, theirs)
+
+
+def interleaved(turns: int = 30) -> None:
+    """Two executables by turns, dispatched without waiting: one team, one sequence of epochs."""
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    cases = (Case(ALL_GATHER, 264, 520, 264), Case(REDUCE_SCATTER, 136, 776, 392))
+    inputs, wants = {}, {}
+    for case in cases:
+        x_spec, w_spec, _ = case.specs(AXIS)
+        for seed in range(3):
+            x, w = integers(case, ranks, seed)
+            inputs[case, seed] = put(x, mesh, x_spec), put(w, mesh, w_spec)
+            wants[case, seed] = exact_product(case, ranks, x, w)
+    results = []
+    for turn in range(turns):
+        for case in cases:
+            results.append((case, turn % 3, program(case, mesh)(*inputs[case, turn % 3])))
+    for case, seed, y in results:
+        assert_equal(case, y, wants[case, seed])
+
+
+def independent() -> None:
+    """Calls of one program that don't depend on each other, in whatever order or side by side as XLA likes."""
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    cases = [Case(op, 136 * (1 + i), 264, 200) for i in range(3) for op in OPS]
+    inputs = [integers(case, ranks, seed) for seed, case in enumerate(cases)]
+    specs = [case.specs(AXIS) for case in cases]
+
+    def body(pairs: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [per_shard(case)(x, w) for case, (x, w) in zip(cases, pairs, strict=True)]
+
+    in_specs, out_specs = ([(x, w) for x, w, _ in specs],), [y for _, _, y in specs]
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    pairs = [(put(x, mesh, s[0]), put(w, mesh, s[1])) for (x, w), s in zip(inputs, specs, strict=True)]
+    wants = [exact_product(case, ranks, x, w) for case, (x, w) in zip(cases, inputs, strict=True)]
+    for _ in range(10):
+        for case, y, want in zip(cases, run(pairs), wants, strict=True):
+            assert_equal(case, y, want)
+
+
+def growing() -> None:
+    """Both ops on shapes that outgrow the arena several times, older executables called again after each growth."""
+    mesh = mesh_of()
+    cases = [Case(op, m_shard, 1032, 1032) for m_shard in (8, 700, 2056, 6000) for op in OPS]
+    for i, case in enumerate(cases):
+        check_exact(case, mesh, seed=i)
+        check_exact(cases[i // 2], mesh, seed=100 + i)
+    for i, case in enumerate(reversed(cases)):
+        check_exact(case, mesh, seed=200 + i)
+
+
+def distributed(processes: str, process: str, port: str) -> None:
+    """One process a GPU."""
+    jax.distributed.initialize(f"localhost:{port}", int(processes), int(process), local_device_ids=[int(process)])
+    mesh = mesh_of()
+    assert (jax.process_count(), team_size(mesh)) == (int(processes), int(processes))
+    for seed in range(5):
+        for op in OPS:
+            check_exact(RAGGED[op], mesh, seed)
+    for op in OPS:
+        check_exact(Case(op, 2056, 1032, 2056), mesh, seed=9)
+    # The permuted team, in which no process' place is its process index.
+    backwards = mesh_of(jax.devices()[::-1])
+    for op in OPS:
+        check_exact(RAGGED[op], backwards, seed=10)
+    jax.distributed.shutdown()
+
+
+class Hog:
+    """Takes a GPU's memory by the driver's own allocator, outside of JAX's, down to `keep` bytes."""
+
+    def __init__(self) -> None:
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        self.held: list[tuple[ctypes.c_void_p, ctypes.c_uint64]] = []
+
+    def call(self, name: str, *arguments: object) -> None:
+        code = getattr(self.cuda, name)(*arguments)
+        assert code == 0, f"{name} returned {code}"
+
+    def take(self, ordinal: int, keep: int) -> None:
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(device), ordinal)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxSetCurrent", context)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        pointer = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(free.value - keep))
+        self.held.append((context, pointer))
+
+    def free(self) -> None:
+        for context, pointer in self.held:
+            self.call("cuCtxSetCurrent", context)
+            self.call("cuMemFree_v2", pointer)
+        self.held.clear()
+
+
+def arena_full(devices: str) -> None:
+    """An arena that doesn't fit, on all devices or only on the first: an error that says so, then business as usual.
+
+    The small call first gets the small arena, the large one needs 2 x 1 GiB more of each device.
+    """
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    small, large = RAGGED[ALL_GATHER], Case(ALL_GATHER, 32768, 128, 16384)
+    check_exact(small, mesh, seed=1)
+    x_spec, w_spec, _ = large.specs(AXIS)
+    zeros = jax.jit(
+        lambda: (jnp.zeros(large.x_shape(ranks), jnp.bfloat16), jnp.zeros(large.w_shape(ranks), jnp.bfloat16)),
+        out_shardings=(NamedSharding(mesh, x_spec), NamedSharding(mesh, w_spec)),
+    )
+    x, w = jax.block_until_ready(zeros())
+    hog = Hog()
+    for device in jax.devices() if devices == "all" else jax.devices()[:1]:
+        hog.take(device.local_hardware_id, keep=1 << 30)
+    try:
+        jax.block_until_ready(program(large, mesh)(x, w))
+    except Exception as error:
+        message = str(error)
+        print("raised:", message)
+        assert "all_gather_matmul" in message, message
+        assert any(word in message.lower() for word in ("arena", "memory")), message
+    else:
+        raise AssertionError("an arena of more memory than there is was no error")
+    check_exact(small, mesh, seed=2)
+    hog.free()
+    jax.block_until_ready(program(large, mesh)(x, w))
+    check_exact(small, mesh, seed=3)
+
+
+def late_peer() -> None:
+    """A peer that comes after ENTWINE_TIMEOUT_S: an error, no hang; the parent looks at what was said about it."""
+    case, mesh = RAGGED[REDUCE_SCATTER], mesh_of()
+    ranks = team_size(mesh)
+    x_spec, w_spec, y_spec = case.specs(AXIS)
+    call = per_shard(case)
+    run = jax.jit(
+        jax.shard_map(
+            lambda x, w, steps: call(delayed(x, AXIS, jnp.int32(1), steps), w),
+            mesh=mesh,
+            in_specs=(x_spec, w_spec, P()),
+            out_specs=y_spec,
+        )
+    )
+    x, w = (put(value, mesh, spec) for value, spec in zip(integers(case, ranks, 1), (x_spec, w_spec), strict=True))
+    limit, steps, seconds = float(os.environ["ENTWINE_TIMEOUT_S"]), 1000, 0.0
+    while seconds < 4 * limit:
+        start = time.monotonic()
+        try:
+            jax.block_until_ready(run(x, w, np.int32(steps)))
+        except Exception as error:
+            print(f"raised after {time.monotonic() - start:.1f} s:", error)
+            assert time.monotonic() - start > limit
+            time.sleep(1)  # what a kernel waited for comes on stderr
+            return
+        seconds, steps = time.monotonic() - start, min(4 * steps, 2**31 - 1)
+    raise AssertionError(f"a peer late by about {seconds:.1f} s was no error")
+
+
+SCENARIOS: dict[str, Callable[..., None]] = {
+    "arena_full": arena_full,
+    "cold": cold,
+    "distributed": distributed,
+    "graphs": graphs,
+    "late_peer": late_peer,
+}
+
+if __name__ == "__main__":
+    SCENARIOS[sys.argv[1]](*sys.argv[2:])
+    print("scenario done", flush=True)
+    sys.stdout.flush()
+    # A device that still waits for a peer would keep the interpreter from ending; the parent has its answer.
+    os._exit(0)

@@ -1,0 +1,121 @@
+"""Both ops on small integers: every element is the float64 product's, to the bit."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    ALL_GATHER,
+    AXIS,
+    OPS,
+    Case,
+    assert_close,
+    assert_equal,
+    count_different,
+    exact_product,
+    gaussians,
+    integers,
+    mesh_of,
+    on_device,
+    per_shard,
+    poison,
+    program,
+    put,
+    reference,
+    team_size,
+)
+
+from benchmarks.shapes import SUITES, Shape
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
+
+
+def check(case, seed=0, dtype=jnp.bfloat16):
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    x_spec, w_spec, _ = case.specs(AXIS)
+    options = {} if dtype == jnp.bfloat16 else {"preferred_element_type": dtype}
+    x, w = integers(case, ranks, seed)
+    poison(case, mesh, dtype=dtype)
+    y = program(case, mesh, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+    assert y.dtype == dtype
+    assert_equal(case, y, exact_product(case, ranks, x, w))
+
+
+RAGGED = list(itertools.product((1, 100, 129), (8, 136, 4104), (8, 72, 4104)))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m_shard, n, k", RAGGED)
+def test_ragged(op, m_shard, n, k):
+    check(Case(op, m_shard, n, k))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "m_shard, n, k", [(1, 8, 8), (100, 136, 72), (128, 256, 64), (256, 512, 512), (600, 4104, 1000)]
+)
+def test_float32_result(op, m_shard, n, k):
+    case, mesh = Case(op, m_shard, n, k), mesh_of()
+    check(case, dtype=jnp.float32)
+    x_spec, w_spec, _ = case.specs(AXIS)
+    x, w = gaussians(case, team_size(mesh), 1)
+    x, w = put(x, mesh, x_spec), put(w, mesh, w_spec)
+    got = program(case, mesh, preferred_element_type=jnp.float32)(x, w)
+    # The tensor cores cut, rather than round, what falls off the end of a float32 sum.
+    assert_close(case, got, reference(case, mesh)(x, w)[0], 1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "batch, m_shard, n, k", [((3,), 1, 8, 8), ((3,), 100, 136, 72), ((2, 3), 129, 264, 136), ((5,), 256, 256, 64)]
+)
+def test_batches(op, batch, m_shard, n, k):
+    check(Case(op, m_shard, n, k, batch))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_not_jitted(op):
+    case, mesh = Case(op, 136, 264, 200), mesh_of()
+    ranks = team_size(mesh)
+    x_spec, w_spec, y_spec = case.specs(AXIS)
+    x, w = integers(case, ranks, 3)
+    eager = jax.shard_map(per_shard(case), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec)
+    assert_equal(case, eager(put(x, mesh, x_spec), put(w, mesh, w_spec)), exact_product(case, ranks, x, w))
+
+
+def check_large(shape: Shape):
+    """Integers to the bit, gaussians to 4e-3, against XLA's float32 product, itself sampled in float64."""
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    case = Case(shape.op, shape.m // ranks, shape.n, shape.k)
+    run, exact = program(case, mesh), reference(case, mesh)
+
+    x, w = on_device(case, mesh, integer=True, seed=1)
+    want, largest = exact(x, w)
+    assert float(largest) <= 256, "the test's inputs are too large"
+    rng = np.random.default_rng(0)
+    rows, columns = rng.integers(0, want.shape[0], 32), rng.integers(0, want.shape[1], 32)
+    sample = np.asarray(x[rows]).astype(np.float64) @ np.asarray(w[:, columns]).astype(np.float64)
+    assert_equal(case, np.asarray(want[rows][:, columns]), sample)
+
+    poison(case, mesh)
+    got = run(x, w)
+    if int(count_different(got, want)):
+        assert_equal(case, got, np.asarray(want))
+
+    x, w = on_device(case, mesh, integer=False, seed=2)
+    want, _ = exact(x, w)
+    got = run(x, w)
+    assert_close(case, got, want, 4e-3)
+    # Elementwise: the result's own rounding, and that of partial sums, none of which is larger than 6 in 1e8 elements.
+    off = jnp.max(jnp.abs(got.astype(jnp.float32) - want) - jnp.abs(want) * 2**-8)
+    bound = 0.0 if shape.op == ALL_GATHER else 8 * (ranks - 1) * 2**-9
+    assert float(off) <= bound + 1e-3, f"{case}: an element is off by {float(off):.3f} more than its rounding"
+
+
+@pytest.mark.parametrize("shape", SUITES["ten"], ids=str)
+def test_ten_shapes(shape):
+    check_large(shape)

@@ -1,0 +1,92 @@
+"""What auto chooses on GPUs, and why not: a pure function, so that a CPU can show it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import OPS
+
+import entwine_jax
+from entwine_jax import _config, _strategy, _team
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """An extension built with CUDA and four GPUs that see each other."""
+    monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
+    monkeypatch.setattr(_strategy, "_peer_obstacle", lambda: None)
+    monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
+
+
+def choose(
+    op="all_gather_matmul",
+    strategy="auto",
+    dtype=jnp.bfloat16,
+    result=None,
+    m=64,
+    n=128,
+    k=256,
+    config=None,
+    **team,
+):
+    settings = _config.resolve(op, strategy, config)
+    fields = {"axis_name": ("t",), "size": 4, "groups": (0, 1, 2, 3), "other_axes": (), "loose_axes": ()}
+    whole = _team.Team(**{**fields, "platform": "cuda", **team})
+    request = _strategy.Request(op, whole, False, jnp.dtype(result or dtype), None, settings)
+    x, w = jax.ShapeDtypeStruct((1, m, k), dtype), jax.ShapeDtypeStruct((k, n), dtype)
+    return _strategy.choose(request, x, w)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fused(op):
+    for options in ({}, {"result": jnp.float32}, {"n": 8, "k": 8, "m": 4}, {"size": 2}, {"strategy": "fused"}):
+        choice = choose(op, **options)
+        assert choice.strategy == "fused" and choice.plan.target == "sm90", choice
+    assert choose(op, config=entwine_jax.Config(lead=7, transport="push")).plan.lead == 7
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"dtype": jnp.float32}, "take bfloat16 operands, not float32"),
+        ({"dtype": jnp.float16}, "take bfloat16 operands, not float16"),
+        ({"dtype": jnp.int8}, "not int8"),
+        ({"result": jnp.float16}, "return bfloat16 or float32, not float16"),
+        ({"n": 129}, r"a row of w is 129 x 2 = 258 bytes, not a multiple of 16 \(pad to 136 columns\)"),
+        ({"k": 100}, r"a row of x is 100 x 2 = 200 bytes"),
+        ({"size": 16, "groups": tuple(range(16))}, "at most 8 ranks, not 16"),
+        ({"loose_axes": ("d",)}, "aren't manual here"),
+        ({"config": entwine_jax.Config(tile_m=64)}, "tile_m=64.*can't be chosen on sm_90"),
+        ({"platform": "rocm"}, "'rocm' has no fused implementation"),
+    ],
+)
+def test_not_fused(options, reason):
+    choice = choose(**options)
+    assert choice.strategy == "xla" and choice.plan is None
+    with pytest.raises(NotImplementedError, match=f"all_gather_matmul: strategy='fused' can't run.*{reason}") as raised:
+        choose(strategy="fused", **options)
+    assert choice.reason in str(raised.value)
+
+
+def test_without_cuda_or_peers(monkeypatch):
+    monkeypatch.setattr(_strategy, "_peer_obstacle", lambda: "GPU 1 can't read the memory of GPU 0")
+    assert "memory of GPU 0" in choose().reason
+    with pytest.raises(NotImplementedError, match="memory of GPU 0"):
+        choose(strategy="fused")
+    monkeypatch.setattr(_strategy._core, "cuda_built", lambda: False)
+    assert "built without CUDA" in choose().reason
+
+
+def test_several_nvlink_domains(monkeypatch):
+    """Tracing can't see which devices a team is made of: auto stays on the safe side, a named strategy is trusted."""
+    monkeypatch.setattr(_strategy, "span_obstacle", lambda: "the GPUs lie in 2 NVLink domains")
+    assert choose().strategy == "xla"
+    assert choose(strategy="fused").strategy == "fused"
+
+
+def test_equal_requests_trace_once():
+    """The primitive's parameters are values: equal calls share compiled code."""
+    a, b = choose(), choose()
+    assert a == b and hash(a) == hash(b) and a is not b
+    assert dataclasses.replace(a, reason="") != a
