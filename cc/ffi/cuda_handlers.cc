@@ -1,5 +1,5 @@
-// Stages. Prepare requests the clique; Initialize loads kernels and makes the arena, both before anything spins; Execute decodes
-// and launches one kernel, so that it can be recorded into a CUDA graph.
+// Stages. Prepare requests the clique; Initialize loads kernels and makes the arena, both before anything spins; Execute
+// decodes and launches one kernel, so that it can be recorded into a CUDA graph.
 #include "ffi/cuda_handlers.h"
 
 #include <cuda_runtime.h>
@@ -53,7 +53,8 @@ int ready_device(int device) {
   return ready[device] = multiprocessors;
 }
 
-ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y) {
+ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                                     ffi::AnyBuffer y) {
   ffi::ErrorOr<Problem> decoded = decode_problem(op, attributes, x, w, y);
   if (!decoded) return ffi::Unexpected<ffi::Error>(decoded.error());
   Problem const& problem = *decoded;
@@ -88,8 +89,8 @@ ffi::ErrorOr<team::Team*> find_team(Op op, team::CliqueContext clique, CallAttri
   team::Team* team = team::Team::of(*communicator, device, &why);
   if (team == nullptr) return ffi::Unexpected<ffi::Error>(failed(op, why));
   if (team->size() != attributes.team_size)
-    return ffi::Unexpected<ffi::Error>(failed(op, "XLA's communicator has " + std::to_string(team->size()) + " ranks, the mesh axis " +
-                                                      std::to_string(attributes.team_size)));
+    return ffi::Unexpected<ffi::Error>(failed(op, "XLA's communicator has " + std::to_string(team->size()) +
+                                                      " ranks, the mesh axis " + std::to_string(attributes.team_size)));
   return team;
 }
 
@@ -109,7 +110,8 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   DeviceScope scope(device);
   int multiprocessors = ready_device(device);
   if (team::stuck_report() == nullptr) return failed(op, "no pinned host memory", ffi::ErrorCode::kResourceExhausted);
-  if (multiprocessors < 0) return failed(op, cudaGetErrorString(static_cast<cudaError_t>(-multiprocessors)), ffi::ErrorCode::kInternal);
+  if (multiprocessors < 0)
+    return failed(op, cudaGetErrorString(static_cast<cudaError_t>(-multiprocessors)), ffi::ErrorCode::kInternal);
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();
   std::string why;
@@ -138,7 +140,8 @@ ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t devi
 
 template <Op op>
 nanobind::dict stages() {
-  static auto prepare_handler = ffi::Ffi::BindPrepare().Ctx<Clique>().RemainingArgs().RemainingRets().Attrs<CallAttributes>().To(prepare<op>);
+  static auto prepare_handler =
+      ffi::Ffi::BindPrepare().Ctx<Clique>().RemainingArgs().RemainingRets().Attrs<CallAttributes>().To(prepare<op>);
   static auto initialize_handler = ffi::Ffi::BindInitialize()
                                        .Ctx<Clique>()
                                        .Ctx<ffi::DeviceOrdinal>()
@@ -184,8 +187,8 @@ std::string peer_access(std::vector<int> const& ordinals) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     if (major != 9 || minor != 0)
-      return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
-             ", the kernels need 9.0 (Hopper)";
+      return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+             std::to_string(minor) + ", the kernels need 9.0 (Hopper)";
     for (int peer : ordinals) {
       int reachable = 1;
       if (peer != device) cudaDeviceCanAccessPeer(&reachable, device, peer);

@@ -52,7 +52,7 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, CallAttributes const& a, f
   // Positions and words are 32-bit; leave room for the parts of a tile and the claims past the end of the queue.
   if (double(g.ranks) * g.batch * g.row_blocks() * g.cols() * schedule::kSm90Parts >= double(1u << 31))
     return invalid(op, "the product has more tiles than a 32-bit queue can number");
-  schedule::Plan plan{g.tile_m,    g.tile_n,        u32(a.raster), u32(a.lead), static_cast<schedule::Transport>(a.transport),
+  schedule::Plan plan{g.tile_m,      g.tile_n, u32(a.raster), u32(a.lead), static_cast<schedule::Transport>(a.transport),
                       u32(a.pushers)};
   return Problem{op, g, plan, a.transpose_w != 0, x.element_type(), y.element_type()};
 }

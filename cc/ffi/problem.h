@@ -42,7 +42,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(entwine::CallAttributes, xla::ffi::StructM
                                       xla::ffi::StructMember<int64_t>("transpose_w"), xla::ffi::StructMember<int64_t>("tile_m"),
                                       xla::ffi::StructMember<int64_t>("tile_n"), xla::ffi::StructMember<int64_t>("raster"),
                                       xla::ffi::StructMember<int64_t>("lead"), xla::ffi::StructMember<int64_t>("transport"),
-                                      xla::ffi::StructMember<int64_t>("pushers"),
-                                      xla::ffi::StructMember<int64_t>("timeout_ms"),
+                                      xla::ffi::StructMember<int64_t>("pushers"), xla::ffi::StructMember<int64_t>("timeout_ms"),
                                       xla::ffi::StructMember<int64_t>("workers"), xla::ffi::StructMember<int64_t>("stall_us"),
                                       xla::ffi::StructMember<int64_t>("stall_seed"));

@@ -42,8 +42,9 @@ Kernel pick_kernel(Op op, bool transposed_w, bool float_out, int* shared_bytes) 
 std::string unsupported(Call const& call) {
   Geometry const& g = call.geometry;
   if (g.tile_m != schedule::kSm90TileM || g.tile_n != schedule::kSm90TileN)
-    return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) + ": the sm_90 kernels have one tile, " +
-           std::to_string(schedule::kSm90TileM) + " x " + std::to_string(schedule::kSm90TileN) + "; leave both unset";
+    return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) +
+           ": the sm_90 kernels have one tile, " + std::to_string(schedule::kSm90TileM) + " x " +
+           std::to_string(schedule::kSm90TileN) + "; leave both unset";
   auto pitch = [](char const* what, uint64_t bytes) {
     return std::string("rows of ") + what + " are " + std::to_string(bytes) +
            " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
@@ -84,8 +85,8 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   if (gather) {
     ok = ok && encode(chunk_view(call.x, g.k, g, 1, 2), kBlockK, kCtaM, &p.x);
     for (uint32_t parity = 0; parity < 2; ++parity)
-      ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g, g.ranks - 1, 2), kBlockK, kCtaM,
-                        &p.gathered[parity]);
+      ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g, g.ranks - 1, 2), kBlockK,
+                        kCtaM, &p.gathered[parity]);
     ok = ok && encode(whole_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
   } else {
     ok = ok && encode(whole_view(call.x, g.k, g, 2), kBlockK, kCtaM, &p.x);
@@ -104,8 +105,8 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.pushers = call.plan.pushers;
   p.m_shard = g.m_shard;
   p.row_bytes = g.k * uint64_t{2};
-  p.units_per_block = static_cast<uint32_t>(
-      schedule::ceil_div64(schedule::smaller(g.tile_m, g.m_shard) * p.row_bytes, kUnitBytes));
+  p.units_per_block =
+      static_cast<uint32_t>(schedule::ceil_div64(schedule::smaller(g.tile_m, g.m_shard) * p.row_bytes, kUnitBytes));
   p.x_data = static_cast<uint8_t const*>(call.x);
   for (uint32_t r = 0; r < g.ranks; ++r) p.arena[r] = call.arenas[r];
   p.arrivals_offset = call.arena.arrivals_offset();

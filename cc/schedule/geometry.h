@@ -24,8 +24,8 @@ struct Geometry {
   uint32_t ranks, batch, m_shard, n, k;  // n and k are those of one rank's matmul
   uint32_t tile_m, tile_n;
 
-  ENTWINE_HOST_DEVICE constexpr uint32_t row_blocks() const { return ceil_div(m_shard, tile_m); }   // in one batch of a chunk
-  ENTWINE_HOST_DEVICE constexpr uint32_t chunk_rows() const { return batch * row_blocks(); }        // row blocks in a chunk
+  ENTWINE_HOST_DEVICE constexpr uint32_t row_blocks() const { return ceil_div(m_shard, tile_m); }  // in one batch of a chunk
+  ENTWINE_HOST_DEVICE constexpr uint32_t chunk_rows() const { return batch * row_blocks(); }       // row blocks in a chunk
   ENTWINE_HOST_DEVICE constexpr uint32_t cols() const { return ceil_div(n, tile_n); }
   ENTWINE_HOST_DEVICE constexpr uint32_t chunk_tiles() const { return chunk_rows() * cols(); }
   ENTWINE_HOST_DEVICE constexpr uint32_t tiles() const { return ranks * chunk_tiles(); }

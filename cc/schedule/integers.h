@@ -1,4 +1,5 @@
-// Integer helpers shared by host and device code. Everything under schedule/ is pure integer mathematics: no memory, no threads.
+// Integer helpers shared by host and device code. Everything under schedule/ is pure integer mathematics: no memory, no
+// threads.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,9 @@ ENTWINE_HOST_DEVICE constexpr uint32_t signal_word(uint32_t source, uint32_t wor
 
 // GEMM + reduce-scatter: one word per part of a tile; `tile` is the raster index in the owner's chunk. A Hopper cluster tile
 // comes in four parts (2 CTAs x 2 warpgroups), a host tile in one.
-ENTWINE_HOST_DEVICE constexpr uint32_t partial_signal(uint32_t tile, uint32_t part, uint32_t parts) { return tile * parts + part; }
+ENTWINE_HOST_DEVICE constexpr uint32_t partial_signal(uint32_t tile, uint32_t part, uint32_t parts) {
+  return tile * parts + part;
+}
 
 // All-gather + GEMM: one word per row block of the source's chunk.
 ENTWINE_HOST_DEVICE constexpr uint32_t gathered_signal(uint32_t row) { return row; }

@@ -68,7 +68,8 @@ bool Team::all_ok(bool ok, std::string* why) {
   if (error == cudaSuccess) error = cudaMemcpyAsync(&vote, vote_, sizeof vote, cudaMemcpyDeviceToHost, stream_);
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
   if (nccl != 0 || error != cudaSuccess) {
-    *why = nccl != 0 ? std::string("the team can't agree: ") + nccl_->error_string(nccl) : cuda_error("the team can't agree", error);
+    *why = nccl != 0 ? std::string("the team can't agree: ") + nccl_->error_string(nccl)
+                     : cuda_error("the team can't agree", error);
     return false;
   }
   if (vote == 0 && ok) *why = "another rank of the team failed to make its arena";
@@ -103,8 +104,10 @@ bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
   Arena arena{layout, {}};
   bool mapped = nccl == 0 && window != nullptr;
   if (!mapped) {
-    *why = nccl != 0 ? std::string("ncclCommWindowRegister: ") + nccl_->error_string(nccl)
-                     : "NCCL can't map the team's GPUs into each other (no NVLink or peer access between them): pass strategy=\"xla\"";
+    *why =
+        nccl != 0
+            ? std::string("ncclCommWindowRegister: ") + nccl_->error_string(nccl)
+            : "NCCL can't map the team's GPUs into each other (no NVLink or peer access between them): pass strategy=\"xla\"";
   } else if (nccl_->peer_pointer != nullptr) {
     for (int r = 0; r < size_ && mapped; ++r) {
       void* base = nullptr;

@@ -64,8 +64,8 @@ std::optional<Nccl> load(std::string* why) {
              bind(nccl.mem_free, "ncclMemFree") && bind(nccl.window_register, "ncclCommWindowRegister") &&
              bind(nccl.all_reduce, "ncclAllReduce");
   if (!all || nccl.version < kOldest) {
-    *why = "NCCL " + dotted(nccl.version) + " at " + *paths.begin() + " is too old: 2.28.0 or newer is needed, for instance by " +
-           "pip install 'nvidia-nccl-cu13>=2.28.9'";
+    *why = "NCCL " + dotted(nccl.version) + " at " + *paths.begin() +
+           " is too old: 2.28.0 or newer is needed, for instance by " + "pip install 'nvidia-nccl-cu13>=2.28.9'";
     return std::nullopt;
   }
   bind(nccl.peer_pointer, "ncclGetPeerDevicePointer");

@@ -49,6 +49,20 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// The same, acquiring what threads of the whole cluster released.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // Writes one word into CTA `cta`'s shared memory and completes its barrier with the word's four bytes.
 __device__ __forceinline__ void post_word(uint32_t slot, uint32_t barrier, uint32_t cta, uint32_t value) {
   uint32_t remote_slot = map_to_cta(slot, cta), remote_barrier = map_to_cta(barrier, cta);

@@ -37,6 +37,9 @@ __device__ __forceinline__ uint32_t add_relaxed(uint32_t* word, uint32_t value) 
   return before;
 }
 
+// Passes on to the cluster what this thread has acquired, with whatever it writes next.
+__device__ __forceinline__ void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+
 // What this thread acquired through generic loads becomes visible to its later TMA reads of global memory.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

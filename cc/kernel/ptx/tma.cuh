@@ -14,23 +14,26 @@ __device__ __forceinline__ void prefetch_map(CUtensorMap const* map) {
 __device__ __forceinline__ void tma_load_2d(CUtensorMap const* map, uint32_t to, uint32_t barrier, uint32_t x, uint32_t y,
                                             uint16_t ctas) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], "
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], "
+      "[%2], "
       "%5;" ::"r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(ctas)
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_4d(CUtensorMap const* map, uint32_t to, uint32_t barrier, uint32_t x, uint32_t y, uint32_t z,
-                                            uint32_t u) {
+__device__ __forceinline__ void tma_load_4d(CUtensorMap const* map, uint32_t to, uint32_t barrier, uint32_t x, uint32_t y,
+                                            uint32_t z, uint32_t u) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+          to),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u)
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store_4d(CUtensorMap const* map, uint32_t from, uint32_t x, uint32_t y, uint32_t z, uint32_t u) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from), "r"(x),
-               "r"(y), "r"(z), "r"(u)
+__device__ __forceinline__ void tma_store_4d(CUtensorMap const* map, uint32_t from, uint32_t x, uint32_t y, uint32_t z,
+                                             uint32_t u) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
+               "r"(x), "r"(y), "r"(z), "r"(u)
                : "memory");
 }
 

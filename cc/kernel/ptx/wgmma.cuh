@@ -19,6 +19,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // `kTransposeB`: B's contiguous dimension is n (w stored [k, n]) rather than k. D is overwritten unless `accumulate`.
+// clang-format off
 template <int kTransposeB>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
@@ -55,5 +56,6 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB));
 }
+// clang-format on
 
 }  // namespace entwine::ptx

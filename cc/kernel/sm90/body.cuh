@@ -8,17 +8,18 @@
 //
 // Single-thread roles run in lane 0 of their warp.
 //
-// Memory order. A producer's bulk stores have landed (wait_group 0) before it raises a signal with st.release.sys; whoever waits
-// reads it with ld.acquire.sys and then fences the asynchronous proxy before its first TMA read. Shared-memory buffers change
-// hands through mbarriers, with a proxy fence where a consumer's stores are read by TMA.
+// Memory order. A producer's bulk stores have landed (wait_group 0) before it raises a signal with st.release.sys; whoever
+// waits reads it with ld.acquire.sys and then fences the asynchronous proxy before its first TMA read. Shared-memory buffers
+// change hands through mbarriers, with a proxy fence where a consumer's stores are read by TMA.
 //
 // Why it can't deadlock. Tiles are claimed in queue order from one counter; schedule/tile_order.h shows that a tile waits only
-// for tiles at earlier positions of their producers' queues, and tiles of other owners, like pushers, wait for no peer. A cluster
-// works its tiles in the order of its claims, and a storer signals what it has finished before it waits. So take the lowest
-// queue position at which any rank waits: what it waits for has been claimed by a resident cluster which is not itself waiting at
-// an earlier position, hence will be signalled. This holds with any number >= 1 of resident clusters a rank: no role depends on a
-// CTA that might not be resident, except a cluster's two CTAs on each other, and they are scheduled together. The pusher of the
-// rank's first ticket always runs, and alone it pushes everything. Waits inside a CTA are for roles of the same cluster only.
+// for tiles at earlier positions of their producers' queues, and tiles of other owners, like pushers, wait for no peer. A
+// cluster works its tiles in the order of its claims, and a storer signals what it has finished before it waits. So take the
+// lowest queue position at which any rank waits: what it waits for has been claimed by a resident cluster which is not itself
+// waiting at an earlier position, hence will be signalled. This holds with any number >= 1 of resident clusters a rank: no role
+// depends on a CTA that might not be resident, except a cluster's two CTAs on each other, and they are scheduled together. The
+// pusher of the rank's first ticket always runs, and alone it pushes everything. Waits inside a CTA are for roles of the same
+// cluster only.
 #pragma once
 
 #include "kernel/sm90/consumer.cuh"

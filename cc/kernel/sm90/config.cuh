@@ -22,11 +22,11 @@ struct Config {
   // Three stages are as fast as four; the rest of shared memory holds partials in flight or the pusher's ring.
   static constexpr int kStages = 3;
   static constexpr int kABytes = kCtaM * kBlockK * 2, kBBytes = kTileN * kBlockK * 2, kStageBytes = kABytes + kBBytes;
-  static constexpr int kBuffers = kGather ? 2 : 4;                       // C buffers of a warpgroup
+  static constexpr int kBuffers = kGather ? 2 : 4;  // C buffers of a warpgroup
   static constexpr int kImageCols = 128 / static_cast<int>(sizeof(Out));
-  static constexpr int kImages = kTileN / kImageCols;                    // images in a warpgroup's part of a tile
+  static constexpr int kImages = kTileN / kImageCols;  // images in a warpgroup's part of a tile
   static constexpr int kPartBytes = kImages * kImageBytes;
-  static constexpr int kPieces = kGather ? 6 : 0;                        // pieces in the pusher's ring
+  static constexpr int kPieces = kGather ? 6 : 0;  // pieces in the pusher's ring
 };
 
 // Offsets into shared memory, from a 1024-byte-aligned base.
@@ -43,7 +43,7 @@ struct Shared {
   static constexpr int kTileReady = kBufferDone + 8 * kConsumers * C::kBuffers;
   static constexpr int kTileTaken = kTileReady + 8;
   static constexpr int kPieceLoaded = kTileTaken + 8;
-  static constexpr int kUnits = kPieceLoaded + 8 * C::kPieces;   // {destination, unit, bytes} a unit in flight
+  static constexpr int kUnits = kPieceLoaded + 8 * C::kPieces;  // {destination, unit, bytes} a unit in flight
   static constexpr int kTileSlot = kUnits + 24 * (C::kGather ? kUnitsInFlight : 0);
   static constexpr int kFirstClaim = kTileSlot + 4, kEpoch = kTileSlot + 8;
   static constexpr int kBytes = kTileSlot + 16;

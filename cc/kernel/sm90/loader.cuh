@@ -1,13 +1,12 @@
 // Loader: one thread a CTA, TMA loads of x and w into the pipeline's stages.
 //
 // x coordinates, all-gather: (k, row, batch, chunk), the own x has one chunk, the gathered window ranks-1 by peer_slot;
-// reduce-scatter: (k, row, chunk, batch), the rows of a batch are the chunks in rank order. Rows past a chunk and k past the end
-// read as zeros. w coordinates: (n, k), or (k, n) when stored transposed.
+// reduce-scatter: (k, row, chunk, batch), the rows of a batch are the chunks in rank order. Rows past a chunk and k past the
+// end read as zeros. w coordinates: (n, k), or (k, n) when stored transposed.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
 #include "kernel/sm90/scheduler.cuh"
-#include "kernel/sm90/wait.cuh"
 
 namespace entwine::sm90 {
 
@@ -28,7 +27,7 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
       third = batch;
       fourth = 0;
       if (tile.owner != p.rank) {
-        wait_for_peer(cta, cta.signal(p.rank, tile.owner, schedule::gathered_signal(tile.row)), tile.owner, tile.row, tile.col);
+        ptx::fence_proxy_async_global();  // the scheduler has seen these rows land
         x = &p.gathered[cta.parity()];
         fourth = schedule::peer_slot(p.rank, tile.owner);
       }
@@ -42,11 +41,12 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
       constexpr uint16_t kBoth = 3;
       if constexpr (C::kTransposedW) {
         uint32_t half = cta.rank_in_cluster * (kTileN / 2);
-        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockK * 2, shared.full(stage), k * kBlockK, tile.col * kTileN + half, kBoth);
+        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockK * 2, shared.full(stage), k * kBlockK, tile.col * kTileN + half,
+                         kBoth);
       } else {
         for (uint32_t panel = cta.rank_in_cluster * 2; panel < cta.rank_in_cluster * 2 + 2; ++panel)
-          ptx::tma_load_2d(&p.w, shared.b(stage) + panel * kImageBytes, shared.full(stage), tile.col * kTileN + panel * 64, k * kBlockK,
-                           kBoth);
+          ptx::tma_load_2d(&p.w, shared.b(stage) + panel * kImageBytes, shared.full(stage), tile.col * kTileN + panel * 64,
+                           k * kBlockK, kBoth);
       }
       if (++stage == C::kStages) {
         stage = 0;

@@ -4,6 +4,7 @@
 #include "kernel/ptx/cluster.cuh"
 #include "kernel/ptx/memory_order.cuh"
 #include "kernel/sm90/config.cuh"
+#include "kernel/sm90/wait.cuh"
 
 namespace entwine::sm90 {
 
@@ -25,9 +26,10 @@ class TileStream {
  public:
   __device__ __forceinline__ explicit TileStream(Shared<C> const& shared) : shared_(shared), phase_(0) {}
 
-  // Waits for the next tile. One thread or warp calls taken() for it later, once: at that point this role needs the slot no more.
+  // Waits for the next tile. One thread or warp calls taken() for it later, once: at that point this role needs the slot no
+  // more.
   __device__ __forceinline__ uint32_t next() {
-    ptx::mbarrier_wait(shared_.tile_ready(), phase_);
+    ptx::mbarrier_wait_cluster(shared_.tile_ready(), phase_);
     phase_ ^= 1;
     return ptx::load_shared(shared_.tile_slot());
   }
@@ -60,13 +62,28 @@ __device__ __forceinline__ schedule::Tile tile_at(Params const& params, uint32_t
   }
 }
 
+// All-gather: a tile of another chunk is posted once its row block has landed. The tile was claimed some k blocks ahead of its
+// first load, which hides the look at the signal. (Always the block's own signal: blocks may land out of order.)
+template <class C>
+__device__ __forceinline__ void await_rows(Cta<C> const& cta, schedule::Tile tile) {
+  uint32_t rank = cta.params.rank;
+  if (tile.owner == rank) return;
+  wait_for_peer(cta, cta.signal(rank, tile.owner, schedule::gathered_signal(tile.row)), tile.owner, tile.row, tile.col);
+  ptx::fence_cluster();
+}
+
 // One thread of the leader CTA: posts a tile to both CTAs, waits until all roles have taken it, claims the next.
 template <class C>
 __device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
   uint32_t tiles = cta.params.ranks * cta.params.raster.size(), position = cta.first_claim, phase = 0;
   for (;;) {
     bool more = position < tiles;
-    uint32_t packed = more ? pack_tile(tile_at<C>(cta.params, position)) : kNoTile;
+    uint32_t packed = kNoTile;
+    if (more) {
+      schedule::Tile tile = tile_at<C>(cta.params, position);
+      if constexpr (C::kGather) await_rows(cta, tile);
+      packed = pack_tile(tile);
+    }
     for (uint32_t i = 0; i < kCtas; ++i) ptx::post_word(cta.shared.tile_slot(), cta.shared.tile_ready(), i, packed);
     if (!more) return;
     ptx::mbarrier_wait(cta.shared.tile_taken(), phase);

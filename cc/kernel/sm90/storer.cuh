@@ -1,5 +1,5 @@
-// Storer: one thread a consumer. It owns the consumer's C buffers: fetches the peers' partial sums into them, stores images of y
-// or of partials for other owners, and signals. No math warp ever waits for a peer or for a store.
+// Storer: one thread a consumer. It owns the consumer's C buffers: fetches the peers' partial sums into them, stores images of
+// y or of partials for other owners, and signals. No math warp ever waits for a peer or for a store.
 //
 // y coordinates, all-gather: (n, row, chunk, batch), the rows of a batch are the chunks in rank order; reduce-scatter:
 // (n, row, batch, 0). Rows past a chunk and columns past the end are clipped by TMA. Partials travel as raw images.
@@ -13,7 +13,8 @@ namespace entwine::sm90 {
 
 // Where the first image of this consumer's part of a partial tile lies: written by `producer`, added by `owner`.
 template <class C>
-__device__ __forceinline__ uint8_t* partial(Cta<C> const& cta, uint32_t producer, uint32_t owner, uint32_t index, uint32_t part) {
+__device__ __forceinline__ uint8_t* partial(Cta<C> const& cta, uint32_t producer, uint32_t owner, uint32_t index,
+                                            uint32_t part) {
   bool pull = cta.params.pull;
   uint32_t keeper = pull ? producer : owner, slot = schedule::peer_slot(keeper, pull ? owner : producer);
   uint64_t tile = uint64_t(slot) * cta.params.raster.size() + index;
@@ -45,11 +46,11 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
           if (reduce) {
             uint32_t image = armed / sources, source = schedule::peer_of_slot(p.rank, armed - image * sources);
             if (image == 0)
-              wait_for_peer(cta, cta.signal(p.rank, source, schedule::partial_signal(index, part, schedule::kSm90Parts)), source,
-                            tile.row, tile.col);
+              wait_for_peer(cta, cta.signal(p.rank, source, schedule::partial_signal(index, part, schedule::kSm90Parts)),
+                            source, tile.row, tile.col);
             ptx::mbarrier_arrive_expect(ready, kImageBytes);
-            ptx::bulk_load(shared.image(consumer, buffer(armed)), partial(cta, source, p.rank, index, part) + image * kImageBytes,
-                           kImageBytes, ready);
+            ptx::bulk_load(shared.image(consumer, buffer(armed)),
+                           partial(cta, source, p.rank, index, part) + image * kImageBytes, kImageBytes, ready);
           } else {
             ptx::mbarrier_arrive(ready);
           }
@@ -74,11 +75,11 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
       // Buffers are free before their writes have landed: let the consumer go on. Then signal, before waiting for anyone.
       ptx::bulk_wait_read<0>();
       if (packed != kNoTile && unpack_tile(packed).owner != p.rank)
-        for (; armed < C::kBuffers && armed < C::kImages; ++armed) ptx::mbarrier_arrive(shared.buffer_ready(consumer, buffer(armed)));
+        for (; armed < C::kBuffers && armed < C::kImages; ++armed)
+          ptx::mbarrier_arrive(shared.buffer_ready(consumer, buffer(armed)));
       ptx::bulk_wait<0>();
-      ptx::store_release_system(
-          cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
-          schedule::signal_value(cta.epoch));
+      ptx::store_release_system(cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
+                                schedule::signal_value(cta.epoch));
     }
   }
   ptx::bulk_wait<0>();
