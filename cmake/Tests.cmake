@@ -11,3 +11,19 @@ foreach(source IN LISTS test_sources)
     TIMEOUT 300
     ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1;UBSAN_OPTIONS=print_stacktrace=1")
 endforeach()
+
+# nccl_test binds to stand-ins of two versions.
+enable_language(C)
+foreach(version 22705 22809)
+  add_library(fake_nccl_${version} SHARED tests/cc/fake_nccl.c)
+  target_compile_definitions(fake_nccl_${version} PRIVATE FAKE_NCCL_VERSION=${version})
+  set_target_properties(fake_nccl_${version} PROPERTIES
+    C_VISIBILITY_PRESET default OUTPUT_NAME nccl SUFFIX .so.2
+    LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/fake_nccl/${version}")
+  add_dependencies(nccl_test fake_nccl_${version})
+endforeach()
+target_sources(nccl_test PRIVATE cc/team/nccl.cc)
+target_link_libraries(nccl_test PRIVATE ${CMAKE_DL_LIBS})
+target_compile_definitions(nccl_test PRIVATE
+  FAKE_NCCL_OLD="${CMAKE_CURRENT_BINARY_DIR}/fake_nccl/22705/libnccl.so.2"
+  FAKE_NCCL_NEW="${CMAKE_CURRENT_BINARY_DIR}/fake_nccl/22809/libnccl.so.2")

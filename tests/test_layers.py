@@ -22,7 +22,7 @@ PYTHON = [
 CPP = {
     "schedule": set(),
     "kernel": {"schedule"},
-    "team": {"kernel", "schedule"},
+    "team": {"schedule"},
     "host": {"schedule"},
     "ffi": {"host", "team", "kernel", "schedule"},
 }

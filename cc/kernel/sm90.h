@@ -8,10 +8,9 @@
 
 #include "schedule/arena_layout.h"
 #include "schedule/plan.h"
+#include "schedule/stuck_report.h"
 
 namespace entwine::sm90 {
-
-struct StuckReport;
 
 struct Call {
   schedule::Op op;
@@ -25,7 +24,7 @@ struct Call {
   uint32_t rank;
   uint32_t multiprocessors;
   uint64_t timeout_ns;  // of any one wait for a peer; 0: none
-  StuckReport* stuck;
+  schedule::StuckReport* stuck;
 };
 
 // "" or why the kernels can't take this call: dtypes are checked by the caller.

@@ -5,6 +5,8 @@
 // rank makes the same calls in the same order, so every rank picks the same one.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 #include <deque>
 #include <mutex>

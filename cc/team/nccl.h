@@ -3,10 +3,10 @@
 // Nothing links NCCL: a second copy in the process would have its own communicators, and the extension must load without any.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstddef>
 #include <string>
+
+struct CUstream_st;
 
 namespace entwine::team {
 
@@ -21,7 +21,7 @@ struct Nccl {
   int (*mem_alloc)(void**, size_t);
   int (*mem_free)(void*);
   int (*window_register)(NcclComm, void*, size_t, NcclWindow*, int flags);
-  int (*all_reduce)(void const*, void*, size_t, int type, int op, NcclComm, cudaStream_t);
+  int (*all_reduce)(void const*, void*, size_t, int type, int op, NcclComm, CUstream_st*);
   int (*peer_pointer)(NcclWindow, size_t offset, int peer, void**);  // from 2.29 on, else null
 };
 

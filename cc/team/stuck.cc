@@ -7,10 +7,12 @@
 #include <cstring>
 #include <thread>
 
+#include "schedule/geometry.h"
+
 namespace entwine::team {
 namespace {
 
-void watch(sm90::StuckReport volatile* report) {
+void watch(schedule::StuckReport volatile* report) {
   while (report->written == 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
   std::fprintf(
       stderr,
@@ -21,20 +23,20 @@ void watch(sm90::StuckReport volatile* report) {
   std::fflush(stderr);
 }
 
-sm90::StuckReport* make() {
+schedule::StuckReport* make() {
   void* memory = nullptr;
-  if (cudaHostAlloc(&memory, sizeof(sm90::StuckReport), cudaHostAllocPortable | cudaHostAllocMapped) != cudaSuccess)
+  if (cudaHostAlloc(&memory, sizeof(schedule::StuckReport), cudaHostAllocPortable | cudaHostAllocMapped) != cudaSuccess)
     return nullptr;
-  std::memset(memory, 0, sizeof(sm90::StuckReport));
-  auto* report = static_cast<sm90::StuckReport*>(memory);
+  std::memset(memory, 0, sizeof(schedule::StuckReport));
+  auto* report = static_cast<schedule::StuckReport*>(memory);
   std::thread(watch, report).detach();  // after an error the process may end in any way; the thread touches nothing else
   return report;
 }
 
 }  // namespace
 
-sm90::StuckReport* stuck_report() {
-  static sm90::StuckReport* const report = make();
+schedule::StuckReport* stuck_report() {
+  static schedule::StuckReport* const report = make();
   return report;
 }
 

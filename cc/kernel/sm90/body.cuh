@@ -93,7 +93,7 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
     __syncwarp();
   } else {
     ptx::registers_grow<kConsumerRegisters>();
-    consume(cta, warp / 4 - 1, warp % 4, lane);
+    Consumer<C>(cta, warp / 4 - 1, warp % 4, lane).run();
   }
   ptx::cluster_sync();  // the other CTA may still post to this one's shared memory
 }

@@ -9,9 +9,10 @@
 namespace entwine::sm90 {
 
 // Keeps the compiler from moving accumulators across asynchronous products.
-__device__ __forceinline__ void pin(float (&acc)[128]) {
+template <int kCount>
+__device__ __forceinline__ void pin(float (&acc)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
 // One image of the accumulators: 64 rows of 128 bytes, 16-byte chunks swizzled by row. kImageCols / 2 accumulators a thread.
@@ -76,67 +77,157 @@ struct Image {
   }
 };
 
+// The accumulators are two halves of 128 columns. While the upper half of a finished tile is stored, the tensor cores already
+// multiply the next tile's first k blocks, the *head*, into the lower half; the upper half catches up afterwards (if
+// C::kAhead).
 template <class C>
-__device__ __forceinline__ void consume(Cta<C> const& cta, uint32_t consumer, uint32_t warp, uint32_t lane) {
-  Params const& p = cta.params;
-  Shared<C> const& shared = cta.shared;
-  TileStream<C> tiles(shared);
-  uint32_t stage = 0, phase = 0, used = 0;  // C buffers used so far
-  float acc[128];
-  // Both CTAs' loaders fill this stage's w: tell both.
-  auto release = [&](uint32_t s) {
-    if (lane < kCtas) ptx::mbarrier_arrive_at_cta(shared.empty(s), lane);
-  };
-  auto before = [](uint32_t s) { return s == 0 ? C::kStages - 1 : s - 1; };
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(Cta<C> const& cta, uint32_t index, uint32_t warp, uint32_t lane)
+      : cta_(cta), tiles_(cta.shared), index_(index), warp_(warp), lane_(lane) {}
 
-  for (uint32_t packed; (packed = tiles.next()) != kNoTile;) {
+  // No paths with and without products in flight may meet, or ptxas waits for them there; so every tile but the first has a
+  // head.
+  __device__ __forceinline__ void run() {
+    uint32_t packed = take(), k = 0;  // k blocks of this tile that are multiplied or in flight
+    if (packed == kNoTile) return;
+    for (;;) {
+      do {
+        multiply(k);
+        ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
+        pin(acc_);
+        if (k > 0) release(before(stage_));
+        advance();
+      } while (++k < cta_.params.k_blocks);
+      ptx::wgmma_wait<0>();
+      pin(acc_);
+      release(before(stage_));
+
+      bool reduce = !C::kGather && unpack_tile(packed).owner == cta_.params.rank;
+      store_half<0>(reduce);
+      packed = take();
+      if (packed == kNoTile) {
+        store_half<1>(reduce);
+        return;
+      }
+      if constexpr (C::kAhead) multiply_head<0>();
+      store_half<1>(reduce);
+      if constexpr (C::kAhead) multiply_head<1>();
+      k = C::kAhead ? kHead : 0;
+    }
+  }
+
+ private:
+  static constexpr int kStepA = 32 >> 4, kStepB = (C::kTransposedW ? 32 : 2048) >> 4;  // 16 in k, in units of descriptors
+  static constexpr int kHalf = 16384 >> 4;                                             // 128 columns of w
+  static constexpr int kTransposeB = C::kTransposedW ? 0 : 1;
+
+  __device__ __forceinline__ uint32_t take() {
+    uint32_t packed = tiles_.next();
     __syncwarp();
-    if (lane == 0) tiles.taken();
-    for (uint32_t k = 0; k < p.k_blocks; ++k) {
-      ptx::mbarrier_wait(shared.full(stage), phase);
-      uint64_t a = ptx::wgmma_descriptor(shared.a(stage) + consumer * 64 * kBlockK * 2, 16, 1024);
-      // w as (k, n): panels of 64 columns, 8 KB apart; a step of 16 in k is 2 KB. As (n, k): a step is 32 bytes.
-      uint64_t b = C::kTransposedW ? ptx::wgmma_descriptor(shared.b(stage), 16, 1024)
-                                   : ptx::wgmma_descriptor(shared.b(stage), kImageBytes, 1024);
-      constexpr int kStepA = 32 >> 4, kStepB = (C::kTransposedW ? 32 : 2048) >> 4;
+    if (lane_ == 0 && packed != kNoTile) tiles_.taken();
+    return packed;
+  }
+
+  __device__ __forceinline__ uint64_t x_of(uint32_t stage) const {
+    return ptx::wgmma_descriptor(cta_.shared.a(stage) + index_ * 64 * kBlockK * 2, 16, 1024);
+  }
+  // w as (k, n): panels of 64 columns, 8 KB apart; as (n, k): rows of 128 bytes.
+  __device__ __forceinline__ uint64_t w_of(uint32_t stage) const {
+    return ptx::wgmma_descriptor(cta_.shared.b(stage), C::kTransposedW ? 16 : kImageBytes, 1024);
+  }
+
+  // One k block, all columns.
+  __device__ __forceinline__ void multiply(uint32_t k) {
+    ptx::mbarrier_wait(cta_.shared.full(stage_), phase_);
+    uint64_t a = x_of(stage_), b = w_of(stage_);
+    pin(acc_);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
+      ptx::wgmma_m64n256k16<kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
+    ptx::wgmma_commit();
+  }
+
+  // The next tile's first k blocks, one half of the columns: the lower one leaves them in flight and keeps their stages, the
+  // upper one frees all stages but the last, as multiply() would.
+  template <int kWhich>
+  __device__ __forceinline__ void multiply_head() {
+    float (&acc)[64] = half<kWhich>();
+    uint32_t stage = stage_, phase = phase_;
+#pragma unroll
+    for (uint32_t k = 0; k < kHead; ++k) {
+      if (kWhich == 0) ptx::mbarrier_wait(cta_.shared.full(stage), phase);
+      uint64_t a = x_of(stage), b = w_of(stage) + kWhich * kHalf;
       pin(acc);
       ptx::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kBlockK / 16; ++i)
-        ptx::wgmma_m64n256k16<C::kTransposedW ? 0 : 1>(acc, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
+      for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
+        ptx::wgmma_m64n128k16<kTransposeB>(acc, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
       ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
-      pin(acc);
-      if (k > 0) release(before(stage));
+      if (kWhich == 1) {
+        ptx::wgmma_wait<1>();
+        pin(acc_);
+        if (k > 0) release(before(stage));
+      }
       if (++stage == C::kStages) {
         stage = 0;
         phase ^= 1;
       }
     }
-    ptx::wgmma_wait<0>();
-    pin(acc);
-    release(before(stage));
-
-    bool reduce = !C::kGather && unpack_tile(packed).owner == p.rank;
-#pragma unroll
-    for (int i = 0; i < C::kImages; ++i) {
-      float* values = acc + i * Image<C>::kValues;
-      uint32_t buffer = used % C::kBuffers;
-      ptx::mbarrier_wait(shared.buffer_ready(consumer, buffer), (used / C::kBuffers) & 1);
-      if (reduce)
-        for (uint32_t partial = 1;; ++partial) {  // in rank order; the last one's buffer takes the result
-          Image<C>::add(shared.image(consumer, buffer), values, warp, lane);
-          if (partial == p.ranks - 1) break;
-          ptx::mbarrier_arrive(shared.buffer_done(consumer, buffer));
-          buffer = ++used % C::kBuffers;
-          ptx::mbarrier_wait(shared.buffer_ready(consumer, buffer), (used / C::kBuffers) & 1);
-        }
-      Image<C>::store(shared.image(consumer, buffer), values, warp, lane);
-      ptx::fence_proxy_async_shared();
-      ptx::mbarrier_arrive(shared.buffer_done(consumer, buffer));
-      ++used;
+    if (kWhich == 1) {
+      stage_ = stage;
+      phase_ = phase;
     }
   }
-}
+
+  // Adds what has to be added to one half's columns and hands them to the storer, image by image.
+  template <int kWhich>
+  __device__ __forceinline__ void store_half(bool reduce) {
+    float (&acc)[64] = half<kWhich>();
+    Shared<C> const& shared = cta_.shared;
+#pragma unroll
+    for (int i = 0; i < C::kImages / 2; ++i) {
+      float* values = acc + i * Image<C>::kValues;
+      uint32_t buffer = used_ % C::kBuffers;
+      ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
+      if (reduce)
+        for (uint32_t partial = 1;; ++partial) {  // in rank order; the last one's buffer takes the result
+          Image<C>::add(shared.image(index_, buffer), values, warp_, lane_);
+          if (partial == cta_.params.ranks - 1) break;
+          ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
+          buffer = ++used_ % C::kBuffers;
+          ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
+        }
+      Image<C>::store(shared.image(index_, buffer), values, warp_, lane_);
+      ptx::fence_proxy_async_shared();
+      ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
+      ++used_;
+    }
+  }
+
+  // Both CTAs' loaders fill this stage's w: tell both.
+  __device__ __forceinline__ void release(uint32_t stage) const {
+    if (lane_ < kCtas) ptx::mbarrier_arrive_at_cta(cta_.shared.empty(stage), lane_);
+  }
+  static __device__ __forceinline__ uint32_t before(uint32_t stage) { return stage == 0 ? C::kStages - 1 : stage - 1; }
+  __device__ __forceinline__ void advance() {
+    if (++stage_ == C::kStages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+  template <int kWhich>
+  __device__ __forceinline__ float (&half())[64] {
+    return *reinterpret_cast<float (*)[64]>(&acc_[kWhich * 64]);
+  }
+
+  Cta<C> const& cta_;
+  TileStream<C> tiles_;
+  uint32_t index_, warp_, lane_;
+  uint32_t stage_ = 0, phase_ = 0;
+  uint32_t used_ = 0;  // C buffers used so far
+  float acc_[128];
+};
 
 }  // namespace entwine::sm90

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "schedule/stuck_report.h"
 #include "schedule/tile_order.h"
 
 namespace entwine::sm90 {
@@ -16,12 +17,6 @@ struct Control {
   uint32_t epoch;
   uint32_t push[2];
   uint32_t stuck;
-};
-
-// What a stuck wait waited for; in pinned host memory, which outlives the kernel that ends itself.
-struct StuckReport {
-  uint32_t written;  // last
-  uint32_t op, rank, peer, row, col, epoch, seen, wanted;
 };
 
 struct Params {
@@ -48,7 +43,7 @@ struct Params {
   uint32_t words_per_source;
 
   uint64_t timeout_ns;  // of any one wait for a peer; 0: none
-  StuckReport* stuck;
+  schedule::StuckReport* stuck;
 };
 
 }  // namespace entwine::sm90

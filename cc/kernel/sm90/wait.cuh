@@ -11,7 +11,7 @@ namespace entwine::sm90 {
 template <class C>
 __device__ __forceinline__ void give_up(Cta<C> const& cta, uint32_t peer, uint32_t row, uint32_t col, uint32_t seen,
                                         uint32_t wanted) {
-  StuckReport volatile* report = cta.params.stuck;
+  schedule::StuckReport volatile* report = cta.params.stuck;
   if (ptx::add_acquire_release(&cta.control()->stuck, 1) == 0) {  // the first of this rank writes, the others leave it the time
     report->op = static_cast<uint32_t>(C::kOp);
     report->rank = cta.params.rank;
