@@ -15,12 +15,6 @@ __device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t va
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
-  uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -29,6 +23,16 @@ __device__ __forceinline__ uint32_t add_acquire_release(uint32_t* word, uint32_t
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
   return before;
+}
+
+__device__ __forceinline__ uint64_t add_acquire_release_64(uint64_t* word, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ void store_relaxed_64(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint32_t add_relaxed(uint32_t* word, uint32_t value) {

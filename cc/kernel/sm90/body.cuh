@@ -60,18 +60,15 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
     ptx::prefetch_map(&params.y);
     init_barriers(shared);
   }
-  uint32_t epoch = 0, ticket = 0;
+  Claim first{};
   bool leader = threadIdx.x == 32 && in_cluster == 0;
-  if (leader) {
-    epoch = ptx::load_relaxed(&control->epoch);  // before the claim: the launch's last claim bumps it
-    ticket = claim<C>(params, control, epoch);
-  }
+  if (leader) first = claim(params, control);
   __syncwarp();
   ptx::cluster_sync();  // barriers are initialised; the other CTA runs
   if (leader)
     for (uint32_t i = 0; i < kCtas; ++i) {
-      ptx::store_shared_at_cta(shared.first_claim(), i, ticket);
-      ptx::store_shared_at_cta(shared.epoch(), i, epoch);
+      ptx::store_shared_at_cta(shared.first_claim(), i, first.position);
+      ptx::store_shared_at_cta(shared.epoch(), i, first.epoch);
     }
   __syncwarp();
   ptx::cluster_sync();

@@ -10,11 +10,11 @@
 
 namespace entwine::sm90 {
 
-// The head of an arena, in device memory so that replayed CUDA graphs see it change. Zeroed once; every launch leaves
-// `claim` 0 and `epoch` one higher. `push` is used by parity of the epoch; a launch clears the next one's.
+// The head of an arena, in device memory so that replayed CUDA graphs see it change. Zeroed once. `queue` is the epoch above
+// the claims of this launch, in one word so that a cluster's first claim also tells it the epoch; every launch leaves it at
+// {epoch + 1, 0}. `push` is used by parity of the epoch; a launch clears the next one's.
 struct Control {
-  uint32_t claim;
-  uint32_t epoch;
+  uint64_t queue;
   uint32_t push[2];
   uint32_t stuck;
 };

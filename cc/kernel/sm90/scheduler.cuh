@@ -40,17 +40,20 @@ class TileStream {
   uint32_t phase_;
 };
 
+struct Claim {
+  uint32_t position, epoch;
+};
+
 // Claims the next queue position for a cluster. Each cluster claims until it gets one past the end; the launch's last claim
-// leaves the queue ready for the next call on this arena. The epoch must have been read before the launch's own first claim.
-template <class C>
-__device__ __forceinline__ uint32_t claim(Params const& params, Control* control, uint32_t epoch) {
-  uint32_t tiles = params.ranks * params.raster.size(), position = ptx::add_acquire_release(&control->claim, 1);
-  if (position == tiles + params.clusters - 1) {
-    ptx::store_relaxed(&control->claim, 0);
-    ptx::store_relaxed(&control->push[~epoch & 1], 0);
-    ptx::store_relaxed(&control->epoch, epoch + 1);
+// leaves the queue ready for the next call on this arena.
+__device__ __forceinline__ Claim claim(Params const& params, Control* control) {
+  uint64_t before = ptx::add_acquire_release_64(&control->queue, 1);
+  Claim mine{static_cast<uint32_t>(before), static_cast<uint32_t>(before >> 32)};
+  if (mine.position == params.ranks * params.raster.size() + params.clusters - 1) {
+    ptx::store_relaxed(&control->push[~mine.epoch & 1], 0);
+    ptx::store_relaxed_64(&control->queue, uint64_t(mine.epoch + 1) << 32);
   }
-  return position;
+  return mine;
 }
 
 template <class C>
@@ -88,7 +91,7 @@ __device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
     if (!more) return;
     ptx::mbarrier_wait(cta.shared.tile_taken(), phase);
     phase ^= 1;
-    position = claim<C>(cta.params, cta.control(), cta.epoch);
+    position = claim(cta.params, cta.control()).position;
   }
 }
 
