@@ -103,9 +103,9 @@ wheel: $(VENV_STAMP) ## source distribution and wheel in dist/, the wheel built 
 lock: $(VENV_STAMP) ## renew the pinned versions in requirements/
 	$(PIP) install --quiet uv==0.13.9
 	UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.12 --no-annotate \
-	  pyproject.toml --extra test --group dev -o requirements/dev.txt
+	  pyproject.toml --extra test --extra bench --group dev -o requirements/dev.txt
 	UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.12 --no-annotate \
-	  pyproject.toml requirements/cuda13.in --extra test --extra cuda13 --group dev -c requirements/dev.txt -o requirements/cuda13.txt
+	  pyproject.toml requirements/cuda13.in --extra test --extra bench --extra cuda13 --group dev -c requirements/dev.txt -o requirements/cuda13.txt
 
 clean: ## remove what was built
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

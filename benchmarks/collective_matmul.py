@@ -1,30 +1,33 @@
-"""Times entwine_jax against XLA, with XLA's GEMM alone beside them, and writes JSON for benchmarks/report.py.
+"""Times entwine_jax against XLA and other peers, with the GEMM and the link alone beside them; writes JSON for
+benchmarks/report.py.
 
-    python -m benchmarks.collective_matmul --out FILE.json [--rounds N] [--suite ten] [--tiny]
+    python -m benchmarks.collective_matmul --out FILE.json [--suite ten|tp8|small|all]
+        [--peers xla,xla_windowed,pallas,torch] [--strategy fused,auto]
 
 All devices of this process are one team. What is timed, and why it is a fair time:
 
-* A *program* is one jitted `shard_map` with several calls of one variant in it, and a *sample* is enough programs in a
-  row to last tens of milliseconds, dispatched without waiting. So Python and dispatch run ahead of the devices.
-* The calls are a chain: before each call one element of its x is set to an element of the result before it. So XLA can
-  neither merge nor drop nor hoist them, and no call starts before the one before it has ended, as in a model's layers.
-  This costs one tiny kernel a call (about 2 us, the same for every variant), which brings all ratios a little closer to
-  one. Every call has its own x and w, random normal bfloat16; x and the last result are donated and handed on, so the
-  element is set in place and addresses don't change from program to program (captured CUDA graphs stay valid).
-* Optimization barriers around each call keep XLA from computing only the one element that the chain reads.
-* Variants take turns in every round, in rotating order, for the clocks drift by percents. A sample ends when all
-  devices are done, so it is the slowest rank's; the number is the median over the rounds, its spread the interquartile
-  range over the median.
-* Before and after timing, ours is compared with XLA's, on results of the very programs that are timed.
+* Calls are chained in programs, programs are dispatched without waiting, and a sample lasts about 40 ms, until all
+  devices are done: chains.py.
+* Variants take turns in rounds, every round in an independent random order (seeded), never in a fixed or cyclic one: on
+  power-limited GPUs what follows the hot GEMM is clocked lower than what follows the cool, communication-bound XLA, so
+  an order that repeats biases ratios by several percent. Times are medians over the rounds, with their interquartile
+  range as the spread; ratios are computed within each round, and the median of those is reported: rounds.py.
+* Interleaved this way, in this process: ours, XLA, XLA's dot alone (`gemm`, cuBLAS where XLA picks that) and the link
+  alone (the row's bytes by copy engine, all directions at once: link.py). `bound` is the larger of the last two.
+* Peers that need a process of their own run afterwards on the same machine, one after the other, and measure the GEMM
+  alone themselves. Where clocks differ between processes, compare a peer's `over_gemm` with `ours_over_gemm`: peers/.
+* Before and after timing, ours is compared with XLA's, on results of the very programs that are timed; peers' too.
+
+A peer that is missing or fails is a note in the JSON and ends nothing else; a wrong result of ours ends everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import math
 import pathlib
 import platform
 import shutil
@@ -32,23 +35,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import entwine_jax
-from benchmarks.shapes import ALL_GATHER, LINK_BYTES_PER_SECOND, SUITES, TINY, Shape
+from benchmarks import chains, link, peers, rounds
+from benchmarks.chains import AXIS
+from benchmarks.shapes import LINK_BYTES_PER_SECOND, SUITES, TINY, Shape
 
-AXIS = "t"
-SAMPLE_SECONDS = 0.025
-# Both round to bfloat16, XLA's partial sums too: each is within 4e-3 of the exact result.
-TOLERANCE = 8e-3
-
-Arrays = tuple[jax.Array, ...]
+PEERS = ("xla", *peers.MODULES)
+STRATEGIES = ("fused", "auto")
+# With so few rows a call takes some ten microseconds, so that programs of more calls keep dispatch ahead.
+FEW_ROWS = 512
 
 
 def progress(text: str) -> None:
@@ -56,174 +59,125 @@ def progress(text: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
-    """How one of the timed things lies on the mesh: specs and global sizes of x (rows, k), w (k, n) and y."""
-
-    name: str
-    x_spec: PartitionSpec
-    w_spec: PartitionSpec
-    y_spec: PartitionSpec
-    x_shape: tuple[int, int]
-    w_shape: tuple[int, int]
-    y_shape: tuple[int, int]
+class Settings:
+    rounds: int
+    calls: int
+    sample_seconds: float
+    strategies: tuple[str, ...]
 
 
-def variants(shape: Shape, ranks: int) -> dict[str, Variant]:
-    m, n, k = shape.m, shape.n, shape.k
-    rows, columns = PartitionSpec(AXIS, None), PartitionSpec(None, AXIS)
-    if shape.op == ALL_GATHER:
-        fused = Variant("ours", rows, columns, columns, (m, k), (k, n * ranks), (m, n * ranks))
-        # The gathered x, the rank's own copy of it.
-        gemm = Variant("gemm", rows, columns, columns, (m * ranks, k), (k, n * ranks), (m, n * ranks))
-    else:
-        fused = Variant("ours", columns, rows, rows, (m, k * ranks), (k * ranks, n), (m, n))
-        # The partial sums, unreduced.
-        gemm = Variant("gemm", columns, rows, rows, (m, k * ranks), (k * ranks, n), (m * ranks, n))
-    return {"ours": fused, "xla": dataclasses.replace(fused, name="xla"), "gemm": gemm}
-
-
-def one_call(shape: Shape, name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    if name == "gemm":
-        return jnp.matmul
+def op_call(shape: Shape, strategy: str) -> chains.Call:
     op = getattr(entwine_jax, shape.op)
-    strategy = {"ours": "fused", "xla": "xla"}[name]
     return lambda x, w: op(x, w, AXIS, strategy=strategy)
 
 
-def build(shape: Shape, variant: Variant, mesh: Mesh, calls: int) -> jax.stages.Wrapped:
-    """(xs, ws, last result) -> (xs, last result), every array global."""
-    call = one_call(shape, variant.name)
-
-    def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array]:
-        handed_on = []
-        for x, w in zip(xs, ws, strict=True):
-            link = jnp.clip(y[:1, :1], -1, 1)
-            x = jax.lax.optimization_barrier(jax.lax.dynamic_update_slice(x, link, (0, 0)))
-            y = jax.lax.optimization_barrier(call(x, w))
-            handed_on.append(x)
-        return tuple(handed_on), y
-
-    xs, ws = (variant.x_spec,) * calls, (variant.w_spec,) * calls
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(xs, ws, variant.y_spec), out_specs=(xs, variant.y_spec))
-    return jax.jit(mapped, donate_argnums=(0, 2))
-
-
-def random_arrays(
-    mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int], scale: float, count: int, seed: int
-) -> Arrays:
-    def draw(key: jax.Array) -> jax.Array:
-        return (jax.random.normal(key, shape, jnp.float32) * scale).astype(jnp.bfloat16)
-
-    sharded = jax.jit(draw, out_shardings=NamedSharding(mesh, spec))
-    return tuple(sharded(key) for key in jax.random.split(jax.random.key(seed), count))
-
-
-@jax.jit
-def relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
-    """||got - want|| / ||want||; NaN stays NaN."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum((got - want) ** 2) / jnp.sum(want**2))
-
-
-@dataclasses.dataclass
-class Running:
-    """A compiled program with its arguments; its xs are in a pool, for they move from program to program."""
-
-    program: jax.stages.Compiled
-    ws: Arrays
-    y: jax.Array
-    xs_of: str
-
-    def sample(self, pool: dict[str, Arrays], repeats: int) -> float:
-        xs, y = pool[self.xs_of], self.y
-        start = time.perf_counter()
-        for _ in range(repeats):
-            xs, y = self.program(xs, self.ws, y)
-        jax.block_until_ready((xs, y))
-        seconds = time.perf_counter() - start
-        pool[self.xs_of], self.y = xs, y
-        return seconds
-
-
-def verify(shape: Shape, running: dict[str, Running], pool: dict[str, Arrays], when: str) -> float:
-    """Runs both programs from the same state and compares their results."""
-    running["ours"].y = jnp.copy(running["xla"].y)  # each program consumes its own
-    for name in ("ours", "xla"):
-        running[name].sample(pool, 1)
-    error = float(relative_error(running["ours"].y, running["xla"].y))
-    if not error <= TOLERANCE:  # also NaN
-        raise SystemExit(f"{shape}: {when} timing, ||ours - xla|| / ||xla|| is {error:.2e}, more than {TOLERANCE:.0e}")
-    return error
-
-
-def spread(samples: Sequence[float]) -> float:
-    low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else (samples[0],) * 3
-    return (high - low) / statistics.median(samples)
-
-
-def measure(shape: Shape, suite: str, mesh: Mesh, rounds: int, calls: int, sample_seconds: float) -> dict[str, Any]:
-    ranks = mesh.devices.size
-    if shape.m % ranks:
-        raise SystemExit(f"{shape}: m={shape.m} is no multiple of {ranks}, the number of devices")
-    start = time.perf_counter()
-    plan = variants(shape, ranks)
-    pool: dict[str, Arrays] = {}
-    weights: dict[str, Arrays] = {}
-    running: dict[str, Running] = {}
-    for name, variant in plan.items():
-        # What has the same layout shares its arrays.
-        xs_of = f"{variant.x_shape} {variant.x_spec}"
-        ws_of = f"{variant.w_shape} {variant.w_spec}"
-        if xs_of not in pool:
-            pool[xs_of] = random_arrays(mesh, variant.x_spec, variant.x_shape, 1.0, calls, 1)
-        if ws_of not in weights:
-            weights[ws_of] = random_arrays(mesh, variant.w_spec, variant.w_shape, shape.k**-0.5, calls, 2)
-        y = jax.device_put(jnp.zeros(variant.y_shape, jnp.bfloat16), NamedSharding(mesh, variant.y_spec))
-        program = build(shape, variant, mesh, calls).lower(pool[xs_of], weights[ws_of], y).compile()
-        running[name] = Running(program, weights[ws_of], y, xs_of)
-
-    error = verify(shape, running, pool, "before")
-    repeats = {}
-    for name, run in running.items():
-        run.sample(pool, 1)
-        seconds = run.sample(pool, 1)
-        repeats[name] = max(1, min(64, math.ceil(sample_seconds / seconds)))
-    ready = time.perf_counter()
-
-    samples: dict[str, list[float]] = {name: [] for name in running}
-    order = list(running)
-    for turn in range(rounds):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            seconds = running[name].sample(pool, repeats[name])
-            samples[name].append(seconds / (repeats[name] * calls) * 1e3)
-    error = max(error, verify(shape, running, pool, "after"))
-
-    row: dict[str, Any] = {
-        "suite": suite,
-        "op": shape.op,
-        "m": shape.m,
-        "n": shape.n,
-        "k": shape.k,
-        "ranks": ranks,
-        "dtype": "bfloat16",
-        "strategy": "fused",
-        **{f"{name}_ms": statistics.median(samples[name]) for name in ("ours", "xla", "gemm")},
-        "link_ms": shape.link_ms(ranks),
-        "peers": {},
-        "spread": {name: spread(samples[name]) for name in ("ours", "xla", "gemm")},
-    }
-    times = "  ".join(f"{name} {row[name + '_ms']:.3f}" for name in ("ours", "xla", "gemm", "link"))
-    spreads = " ".join(f"{100 * share:.1f}%" for share in row["spread"].values())
-    progress(
-        f"{shape}: {times} ms  xla/ours {row['xla_ms'] / row['ours_ms']:.3f}"
-        f"  ours/gemm {row['ours_ms'] / row['gemm_ms']:.3f}  error {error:.1e}  spread {spreads}"
-        f"  (ready in {ready - start:.1f} s, timed in {time.perf_counter() - ready:.1f} s)"
+def choice(shape: Shape, mesh: Mesh, strategy: str) -> dict[str, Any]:
+    """What the strategy comes to for this shape, as `entwine_jax.explain` tells it."""
+    layout = chains.collective_layout(shape, mesh.size)
+    mapped = jax.shard_map(
+        op_call(shape, strategy), mesh=mesh, in_specs=(layout.x_spec, layout.w_spec), out_specs=layout.y_spec
     )
-    return row
+    operands = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (layout.x_shape, layout.w_shape))
+    (found,) = entwine_jax.explain(mapped, *operands)
+    plan = None if found.plan is None else dataclasses.asdict(found.plan)
+    return {"chosen": found.strategy, "reason": found.reason, "plan": plan}
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
+class LinkAlone:
+    """Measured where it can be, else modelled; says why not once."""
+
+    def __init__(self, devices: Sequence[jax.Device], notes: list[str]) -> None:
+        self._ordinals = [device.local_hardware_id for device in devices]
+        self._notes = notes
+        self._works = devices[0].platform in ("gpu", "cuda")
+        if not self._works:
+            self._model(f"no copy engine on platform {devices[0].platform}")
+
+    def _model(self, why: str) -> None:
+        self._works = False
+        note = f"link_ms is modelled at {LINK_BYTES_PER_SECOND / 1e9:.0f} GB/s where link_source says so: {why}"
+        self._notes.append(note)
+        progress(note)
+
+    def open(self, shape: Shape, buffers: int) -> link.CopyEngine | None:
+        if self._works:
+            try:
+                return link.CopyEngine(self._ordinals, shape.chunk_bytes(len(self._ordinals)), buffers)
+            except Exception as error:  # a number to compare with, not worth the run
+                self._model(f"{type(error).__name__}: {error}")
+        return None
+
+
+def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone: LinkAlone) -> list[dict[str, Any]]:
+    """One row for each strategy, all from the same rounds."""
+    start, ranks = time.perf_counter(), mesh.size
+    calls = settings.calls * (2 if shape.m <= FEW_ROWS else 1)
+    programs = chains.Chains(shape, mesh, calls)
+    layout, gemm = chains.collective_layout(shape, ranks), chains.gemm_layout(shape, ranks)
+    for name in ("xla", *settings.strategies):
+        programs.add(name, layout, chains.per_rank_program(layout, mesh, calls, op_call(shape, name)))
+    programs.add("gemm", gemm, chains.per_rank_program(gemm, mesh, calls, jnp.matmul))
+    errors = {name: programs.compare(name, "xla", "before") for name in settings.strategies}
+
+    with contextlib.ExitStack() as stack:
+        samplers = programs.samplers()
+        repeats = {name: rounds.repeats_for(each, settings.sample_seconds) for name, each in samplers.items()}
+        engine = link_alone.open(shape, calls)
+        if engine is not None:
+            stack.enter_context(engine)
+            samplers["link"] = engine.sample
+            # Cool and steady, so short samples do.
+            repeats["link"] = rounds.repeats_for(engine.sample, settings.sample_seconds / 4)
+        ready = time.perf_counter()
+        samples = rounds.sample_rounds(samplers, repeats, settings.rounds, str(shape))
+    per_repeat = {name: 1 if name == "link" else calls for name in samples}
+    ms = {name: [second / per_repeat[name] * 1e3 for second in seconds] for name, seconds in samples.items()}
+    measured_link = "link" in ms
+    if not measured_link:
+        ms["link"] = [shape.link_ms(ranks)] * settings.rounds
+    bound = [max(both) for both in zip(ms["gemm"], ms["link"], strict=True)]
+    for name in settings.strategies:
+        errors[name] = max(errors[name], programs.compare(name, "xla", "after"))
+    done = time.perf_counter()
+
+    spreads = {name: rounds.spread(ms[name]) for name in ("xla", "gemm", "link") if name in samples}
+    found: list[dict[str, Any]] = []
+    for strategy in settings.strategies:
+        ours = ms[strategy]
+        found.append(
+            {
+                "suite": suite,
+                "op": shape.op,
+                "m": shape.m,
+                "n": shape.n,
+                "k": shape.k,
+                "ranks": ranks,
+                "dtype": "bfloat16",
+                "strategy": strategy,
+                **choice(shape, mesh, strategy),
+                "ours_ms": statistics.median(ours),
+                **{f"{name}_ms": statistics.median(ms[name]) for name in ("xla", "gemm", "link")},
+                "link_source": "copy engine" if measured_link else "model",
+                "bound_ms": statistics.median(bound),
+                "bound_over_ours": rounds.paired(bound, ours),
+                "ours_over_gemm": rounds.paired(ours, ms["gemm"]),
+                "ours_over_xla": rounds.paired(ours, ms["xla"]),
+                "error": errors[strategy],
+                "peers": {},
+                "peer_details": {},
+                "spread": {"ours": rounds.spread(ours), **spreads},
+            }
+        )
+    for row in found:
+        times = "  ".join(f"{name} {row[f'{name}_ms']:.4f}" for name in ("ours", "xla", "gemm", "link"))
+        apart = " ".join(f"{name} {100 * share:.1f}%" for name, share in row["spread"].items())
+        progress(
+            f"{shape} {row['strategy']} ({row['chosen']}): {times} ms  xla/ours {1 / row['ours_over_xla']:.3f}"
+            f"  ours/gemm {row['ours_over_gemm']:.3f}  bound/ours {row['bound_over_ours']:.3f}"
+            f"  error {row['error']:.1e}  spread {apart}"
+            f"  (ready in {ready - start:.1f} s, timed in {done - ready:.1f} s)"
+        )
+    return found
 
 
 def nvidia_smi(query: str) -> str:
@@ -252,45 +206,125 @@ def versions() -> dict[str, str]:
     return found
 
 
-def notes(rounds: int, calls: int) -> list[str]:
+def method(settings: Settings) -> list[str]:
     return [
-        f"link_ms is modelled, not measured: the bytes one rank must send, over {LINK_BYTES_PER_SECOND / 1e9:.0f} GB/s",
+        f"medians of {settings.rounds} rounds, each in a random order of its own; {settings.calls} chained calls a"
+        f" program, twice as many up to m={FEW_ROWS}; samples of {settings.sample_seconds * 1e3:.0f} ms",
+        "ours_over_xla, ours_over_gemm and bound_over_ours are medians of the ratios within each round",
         "gemm_ms is XLA's dot of one rank's shapes without any collective",
-        f"medians of {rounds} interleaved rounds, {calls} chained calls a program",
+        "link_ms is the time of one rank's bytes with all directions busy",
         "spread is the interquartile range over the median",
+        "peers in processes of their own ran after ours; peer_details has the GEMM alone as they measured it",
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def comma_list(allowed: Sequence[str]) -> Any:
+    """An argparse type: some of the allowed, comma-separated."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+        wrong = [name for name in names if name not in allowed]
+        if wrong or not names:
+            raise argparse.ArgumentTypeError(f"{', '.join(wrong) or 'nothing'}: choose from {','.join(allowed)}")
+        return names
+
+    return parse
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
-    parser.add_argument("--rounds", type=int, default=20, help="samples of each variant and shape")
     parser.add_argument("--suite", choices=sorted(SUITES), default="ten")
-    parser.add_argument("--calls", type=int, default=8, help="calls in one program")
+    parser.add_argument("--peers", type=comma_list(PEERS), default=("xla",), help=f"some of {','.join(PEERS)}")
+    parser.add_argument(
+        "--strategy",
+        type=comma_list(STRATEGIES),
+        default=("fused",),
+        help="fused (default), auto, or both: a row for each",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="samples of each variant and shape; peers take half of it"
+    )
+    parser.add_argument("--calls", type=int, default=8, help="calls in one program; peers take half of it")
+    parser.add_argument("--peer-seconds", type=float, help="for each peer process; default: 30, and 4 for each shape")
     parser.add_argument("--platform", help="for example cpu; by default JAX's own choice")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few rounds: a smoke test for any machine")
-    options = parser.parse_args(arguments)
-    shapes: tuple[Shape, ...] = SUITES[options.suite]
-    suite, rounds, calls, sample_seconds = options.suite, options.rounds, options.calls, SAMPLE_SECONDS
+    return parser.parse_args(arguments)
+
+
+def run_peers(options: argparse.Namespace, settings: Settings, ranks: int, about: dict[str, Any]) -> None:
+    """Adds what the peers in processes of their own find to about's rows, versions and notes."""
+    names = [name for name in options.peers if name != "xla"]
+    shapes = tuple(dict.fromkeys(Shape(*(row[key] for key in ("op", "m", "n", "k"))) for row in about["rows"]))
+    for name in names if shapes else ():
+        start = time.perf_counter()
+        job = peers.Job(
+            shapes=shapes,
+            out="",
+            ranks=ranks,
+            rounds=max(2, settings.rounds // 2),
+            calls=max(1, settings.calls // 2),
+            sample_seconds=settings.sample_seconds,
+            seconds=options.peer_seconds or 30 + 4 * len(shapes),
+            platform=options.platform,
+        )
+        found = peers.run(name, job)
+        peers.merge(about["rows"], found)
+        about["versions"].update({key: text for key, text in found["versions"].items() if key not in about["versions"]})
+        about["notes"] += found["notes"]
+        write(options.out, about)
+        for note in found["notes"]:
+            progress(f"note: {note}")
+        progress(f"{name}: {len(found['rows'])} of {len(shapes)} shapes in {time.perf_counter() - start:.0f} s")
+
+
+def write(out: pathlib.Path, about: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(about, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    suites: dict[str, tuple[Shape, ...]] = SUITES[options.suite]
+    settings = Settings(options.rounds, options.calls, rounds.SAMPLE_SECONDS, options.strategy)
     if options.tiny:
-        shapes, suite, rounds, calls, sample_seconds = TINY, "tiny", min(rounds, 2), min(calls, 2), 0.0
+        suites = {"tiny": TINY}
+        settings = dataclasses.replace(
+            settings, rounds=min(options.rounds, 2), calls=min(options.calls, 2), sample_seconds=0.0
+        )
 
     devices = jax.devices(options.platform)
     if jax.process_count() > 1 or not 2 <= len(devices) <= 8:
         raise SystemExit(f"needs 2 to 8 devices in one process, found {len(devices)} in {jax.process_count()}")
     mesh = Mesh(np.array(devices), (AXIS,))
-    about = {"machine": machine(devices), "versions": versions(), "notes": notes(rounds, calls)}
+    notes = method(settings)
+    about: dict[str, Any] = {"machine": machine(devices), "versions": versions(), "notes": notes, "rows": []}
     progress(json.dumps({key: about[key] for key in ("machine", "versions")}))
-    rows = []
-    for shape in shapes:
-        rows.append(measure(shape, suite, mesh, rounds, calls, sample_seconds))
-        # After every row, so that a run cut short leaves what it has.
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    faster = sum(row["ours_ms"] < row["xla_ms"] for row in rows)
-    over_xla = geometric_mean([row["xla_ms"] / row["ours_ms"] for row in rows])
-    over_gemm = geometric_mean([row["ours_ms"] / row["gemm_ms"] for row in rows])
-    progress(f"faster than XLA on {faster} of {len(rows)}, geomean xla/ours {over_xla:.3f}, ours/gemm {over_gemm:.3f}")
+    link_alone = LinkAlone(devices, notes)
+    for suite, shapes in suites.items():
+        for shape in shapes:
+            if shape.m % len(devices):
+                notes.append(f"{shape} left out: m is no multiple of {len(devices)}, the number of devices")
+                progress(notes[-1])
+                continue
+            try:
+                about["rows"] += measure(shape, suite, mesh, settings, link_alone)
+            except chains.WrongResultError as error:
+                raise SystemExit(str(error)) from error
+            write(options.out, about)  # after every row, so that a run cut short leaves what it has
+    rows = about["rows"]
+    if not rows:
+        write(options.out, about)
+        raise SystemExit("nothing was measured")
+    run_peers(options, settings, len(devices), about)
+    for strategy in settings.strategies:
+        over_xla = [1 / row["ours_over_xla"] for row in rows if row["strategy"] == strategy]
+        over_gemm = [row["ours_over_gemm"] for row in rows if row["strategy"] == strategy]
+        progress(
+            f"{strategy}: faster than XLA on {sum(ratio > 1 for ratio in over_xla)} of {len(over_xla)},"
+            f" geomean xla/ours {rounds.geometric_mean(over_xla):.3f},"
+            f" ours/gemm {rounds.geometric_mean(over_gemm):.3f}, slowest xla/ours {min(over_xla):.3f}"
+        )
 
 
 if __name__ == "__main__":

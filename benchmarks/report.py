@@ -1,105 +1,253 @@
-"""Markdown tables from the JSON of a benchmark, for README.md and the docs.
+"""Markdown tables and plots from the JSON of a benchmark, for README.md and docs/performance.md.
 
-python -m benchmarks.report FILE.json                             prints them
+python -m benchmarks.report FILE.json                             prints the tables
 python -m benchmarks.report FILE.json --update README.md ...      rewrites what is between the markers in these files
 python -m benchmarks.report FILE.json --check README.md ...       fails if that isn't what it would write
+python -m benchmarks.report FILE.json --plots docs                writes PNG plots (needs matplotlib: the extra `bench`)
+
+A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->:
+`benchmark` (the ten shapes), `benchmark-suites` (the other suites, and strategy "auto") and `benchmark-losing`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import pathlib
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+from benchmarks import plots
+from benchmarks.rounds import geometric_mean
+from benchmarks.rows import (
+    SUITE_TITLES,
+    TITLES,
+    Row,
+    best_over_ours,
+    bound_over_ours,
+    headline,
+    label,
+    link_is_modelled,
+    normalised,
+    of_strategy,
+    ours_over_gemm,
+    over_ours,
+    peer_title,
+    widest_spread,
+    xla_over_ours,
+)
 
-TITLES = {
-    "all_gather_matmul": "all-gather + matmul",
-    "matmul_reduce_scatter": "matmul + reduce-scatter",
-    "matmul_all_reduce": "matmul + all-reduce",
-}
+
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
+BEGIN, END = markers("benchmark")
 
 
 def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[str]:
+def milliseconds(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
+
+
+def speed(ratio: float) -> str:
+    return f"**{ratio:.2f}**" if ratio >= 1 else f"{ratio:.2f} (slower)"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
     """One op's rows, all of them, in the order they were measured."""
-    headings = ["m, n, k of one rank", "ours", "XLA", *peers, "GEMM alone", "link alone*", "XLA / ours", "ours / GEMM"]
+    peers = sorted({peer for row in rows for peer in row["peers"]})
+    best = ["best / ours"] if peers else []
+    headings = [
+        "m, n, k of one rank",
+        "ours",
+        "XLA",
+        *map(peer_title, peers),
+        "GEMM alone",
+        "link alone",
+        "XLA / ours",
+        *best,
+        "ours / GEMM",
+        "bound / ours",
+    ]
     lines = [markdown_row(headings), markdown_row(["---", *["---:"] * (len(headings) - 1)])]
     for row in rows:
-        ratio = row["xla_ms"] / row["ours_ms"]
         cells = [
-            f"{row['m']}, {row['n']}, {row['k']}",
-            f"{row['ours_ms']:.3f}",
-            f"{row['xla_ms']:.3f}",
-            *(f"{row['peers'][peer]:.3f}" if peer in row["peers"] else "" for peer in peers),
-            f"{row['gemm_ms']:.3f}",
-            f"{row['link_ms']:.3f}",
-            f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f} (slower)",
-            f"{row['ours_ms'] / row['gemm_ms']:.2f}",
+            label(row),
+            milliseconds(row["ours_ms"]),
+            milliseconds(row["xla_ms"]),
+            *(milliseconds(row["peers"][peer]) if peer in row["peers"] else "" for peer in peers),
+            milliseconds(row["gemm_ms"]),
+            milliseconds(row["link_ms"]) + ("\\*" if link_is_modelled(row) else ""),
+            speed(xla_over_ours(row)),
+            *([speed(best_over_ours(row))] if peers else []),
+            f"{ours_over_gemm(row):.2f}",
+            f"{bound_over_ours(row):.2f}",
         ]
         lines.append(markdown_row(cells))
     return lines
 
 
-def report(results: dict[str, Any]) -> str:
-    rows: list[dict[str, Any]] = results["rows"]
-    machine, versions = results["machine"], results["versions"]
-    faster = sum(row["ours_ms"] < row["xla_ms"] for row in rows)
-    over_xla = geometric_mean([row["xla_ms"] / row["ours_ms"] for row in rows])
-    over_gemm = geometric_mean([row["ours_ms"] / row["gemm_ms"] for row in rows])
-    dtypes = ", ".join(sorted({row["dtype"] for row in rows}))
-    lines = [
-        f"{machine['devices']} x {machine['accelerator']}, {dtypes}, milliseconds (medians):"
-        f" faster than XLA on {faster} of {len(rows)} shapes, geometric mean {over_xla:.2f}x XLA's speed,"
-        f" {over_gemm:.2f}x the time of the GEMM alone.",
-    ]
+def tables(rows: Sequence[Row]) -> list[str]:
+    lines = []
     for op, title in TITLES.items():
         of_op = [row for row in rows if row["op"] == op]
         if of_op:
-            peers = sorted({peer for row in of_op for peer in row["peers"]})
-            lines += ["", f"**{title}**", "", *table(of_op, peers)]
-    named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    widest = max(spread for row in rows for spread in row["spread"].values())
-    lines += [
-        "",
-        f"\\* Modelled, the rest is measured. Interquartile range at most {100 * widest:.1f} % of the median. {named}.",
+            lines += ["", f"**{title}**", "", *table(of_op)]
+    return lines
+
+
+def summary(rows: Sequence[Row]) -> str:
+    over_xla = [xla_over_ours(row) for row in rows]
+    text = (
+        f"faster than XLA on {sum(ratio > 1 for ratio in over_xla)} of {len(rows)} shapes, geometric mean"
+        f" {geometric_mean(over_xla):.2f}x XLA's speed"
+    )
+    if any(row["peers"] for row in rows):
+        best = [best_over_ours(row) for row in rows]
+        text += (
+            f" and {geometric_mean(best):.2f}x that of the fastest other on each shape ({min(best):.2f}x at the least)"
+        )
+    return f"{text}, {geometric_mean([ours_over_gemm(row) for row in rows]):.2f}x the time of the GEMM alone."
+
+
+def footnote(results: dict[str, Any], rows: Sequence[Row]) -> str:
+    largest, middle = widest_spread(rows)
+    named = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    modelled = "\\* Modelled, the rest is measured. " if any(map(link_is_modelled, rows)) else ""
+    return (
+        f"{modelled}Bound: the larger of GEMM alone and link alone. Interquartile range: {100 * middle:.1f} % of the"
+        f" median in the middle, {100 * largest:.1f} % at most. {named}."
+    )
+
+
+def report(results: dict[str, Any]) -> str:
+    """The block `benchmark`."""
+    rows, machine = headline(results["rows"]), results["machine"]
+    dtypes = ", ".join(sorted({row["dtype"] for row in rows}))
+    lines = [f"{machine['devices']} x {machine['accelerator']}, {dtypes}, milliseconds (medians): {summary(rows)}"]
+    return "\n".join([*lines, *tables(rows), "", footnote(results, rows)]) + "\n"
+
+
+def auto_table(rows: Sequence[Row]) -> list[str]:
+    headings = ["op", "m, n, k of one rank", "auto takes", "auto", "XLA", "XLA / auto"]
+    lines = [markdown_row(headings), markdown_row(["---", "---", "---", "---:", "---:", "---:"])]
+    for row in rows:
+        times = [milliseconds(row["ours_ms"]), milliseconds(row["xla_ms"])]
+        taken = row.get("chosen", "")
+        lines.append(markdown_row([TITLES[row["op"]], label(row), taken, *times, f"{xla_over_ours(row):.2f}"]))
+    return lines
+
+
+def suites(results: dict[str, Any]) -> str:
+    """The block `benchmark-suites`: all that `benchmark` doesn't have."""
+    shown, every = headline(results["rows"]), results["rows"]
+    lines: list[str] = []
+    rest = [row for row in of_strategy(every, "fused") if row not in shown]
+    for suite in dict.fromkeys(row["suite"] for row in rest):
+        rows = [row for row in rest if row["suite"] == suite]
+        text = summary(rows)
+        lines += ["", f"### {SUITE_TITLES.get(suite, suite)}", "", text[:1].upper() + text[1:], *tables(rows)]
+        lines += ["", footnote(results, rows)]
+    auto = of_strategy(every, "auto")
+    if auto:
+        ratios = [xla_over_ours(row) for row in auto]
+        lines += [
+            "",
+            '### Under `strategy="auto"`',
+            "",
+            f"XLA's time over that of `auto`: {min(ratios):.3f} at the least, {geometric_mean(ratios):.3f} in the"
+            f" geometric mean of {len(auto)} rows.",
+            "",
+            *auto_table(auto),
+        ]
+    return "\n".join(lines[1:] or ["Only the ten shapes were measured."]) + "\n"
+
+
+def circumstances(row: Row, title: str, ratio: float) -> str:
+    """What the numbers themselves say about why."""
+    if title == "XLA" and row.get("chosen") == "xla":
+        return "the same program twice, so this is noise"
+    link_share = row["link_ms"] / row["gemm_ms"]
+    parts = [
+        f"ours is {ours_over_gemm(row):.2f}x the GEMM alone and the bound, the"
+        f" {'link' if link_share > 1 else 'GEMM'}, is {bound_over_ours(row):.2f} of it"
     ]
-    return "\n".join(lines) + "\n"
+    if 1 - ratio < row["spread"]["ours"]:
+        parts.append(f"less apart than our samples are spread ({100 * row['spread']['ours']:.1f} %)")
+    if link_share > 0.8:
+        parts.append(f"the link alone needs {link_share:.2f} of the GEMM's time, so there is little to hide it behind")
+    if row["m"] <= 512:
+        parts.append("few rows: reading w and fixed costs weigh more than what can be overlapped")
+    return "; ".join(parts)
 
 
-def with_report(text: str, block: str, name: str) -> str:
-    """`text` with everything between its markers replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SystemExit(f"{name}: needs one {BEGIN} and, after it, one {END}")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{block}{END}{rest.split(END)[1]}"
+def losing(results: dict[str, Any]) -> str:
+    """The block `benchmark-losing`: every row in which somebody is faster, and by how much."""
+    lines, rows = [], results["rows"]
+    for row in rows:
+        for title, ratio in over_ours(row).items():
+            if ratio >= 1:
+                continue
+            own = normalised(row, title)
+            aside = "" if own is None else f" ({own:.3f} with each divided by the GEMM of its own process)"
+            how = "" if row["strategy"] == "fused" else f', `strategy="{row["strategy"]}"` (took {row["chosen"]})'
+            lines.append(
+                f"* {TITLES[row['op']]} {label(row)}{how}: {title} takes {ratio:.3f} of our time{aside};"
+                f" {circumstances(row, title, ratio)}."
+            )
+    compared = ["XLA", *map(peer_title, sorted({peer for row in rows for peer in row["peers"]}))]
+    against = f"Of {len(rows)} rows, against {', '.join(compared)}"
+    return "\n".join([f"{against}: {'none.' if not lines else ''}".rstrip(), *(["", *lines] if lines else [])]) + "\n"
+
+
+def blocks(results: dict[str, Any]) -> dict[str, str]:
+    return {
+        "benchmark": report(results),
+        "benchmark-suites": suites(results),
+        "benchmark-losing": losing(results),
+    }
+
+
+def with_report(text: str, found: dict[str, str], name: str) -> str:
+    """`text` with everything between its markers replaced, whichever it has."""
+    had = 0
+    for block, body in found.items():
+        begin, end = markers(block)
+        if begin not in text and end not in text:
+            continue
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise SystemExit(f"{name}: needs one {begin} and, after it, one {end}")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{body}{end}{rest.split(end)[1]}"
+        had += 1
+    if not had:
+        raise SystemExit(f"{name}: needs one {BEGIN} and, after it, one {END}, or another block's")
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=pathlib.Path, help="JSON written by benchmarks.collective_matmul")
+    parser.add_argument("--plots", type=pathlib.Path, metavar="FOLDER", help="write the plots there, too")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--update", type=pathlib.Path, nargs="+", default=[], metavar="FILE.md")
     action.add_argument("--check", type=pathlib.Path, nargs="+", default=[], metavar="FILE.md")
     options = parser.parse_args(arguments)
-    block = report(json.loads(options.results.read_text()))
+    results = json.loads(options.results.read_text())
+    found = blocks(results)
     if not options.update and not options.check:
-        print(block, end="")
+        print("\n".join(found.values()), end="")
     for path in options.update:
-        path.write_text(with_report(path.read_text(), block, str(path)))
-    stale = [str(path) for path in options.check if path.read_text() != with_report(path.read_text(), block, str(path))]
+        path.write_text(with_report(path.read_text(), found, str(path)))
+    if options.plots is not None:
+        for path in plots.write(results, options.plots):
+            print(path, file=sys.stderr)
+    stale = [str(path) for path in options.check if path.read_text() != with_report(path.read_text(), found, str(path))]
     if stale:
         sys.exit(
             f"stale: {' '.join(stale)}; run python -m benchmarks.report {options.results} --update {' '.join(stale)}"

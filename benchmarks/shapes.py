@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 ALL_GATHER = "all_gather_matmul"
 REDUCE_SCATTER = "matmul_reduce_scatter"
@@ -25,27 +26,59 @@ class Shape:
 
     def link_bytes(self, ranks: int, element_bytes: int = 2) -> int:
         """The fewest bytes that one rank must send: its chunk to every peer, or every peer's chunk of partial sums."""
+        return self.chunk_bytes(ranks, element_bytes) * (ranks - 1)
+
+    def chunk_bytes(self, ranks: int, element_bytes: int = 2) -> int:
+        """What one rank sends to one peer."""
         columns = self.k if self.op == ALL_GATHER else self.n
-        return self.m // ranks * columns * (ranks - 1) * element_bytes
+        return self.m // ranks * columns * element_bytes
 
     def link_ms(self, ranks: int) -> float:
         """A model, not a measurement: the bytes over LINK_BYTES_PER_SECOND."""
         return self.link_bytes(ranks) / LINK_BYTES_PER_SECOND * 1e3
 
 
-SUITES: dict[str, tuple[Shape, ...]] = {
-    "ten": (
-        Shape(REDUCE_SCATTER, 8192, 8192, 3584),
-        Shape(REDUCE_SCATTER, 4096, 8192, 2048),
-        Shape(REDUCE_SCATTER, 16384, 12288, 6144),
-        Shape(REDUCE_SCATTER, 8192, 8192, 1024),
-        Shape(REDUCE_SCATTER, 2048, 8192, 3584),
-        Shape(ALL_GATHER, 8192, 4096, 7168),
-        Shape(ALL_GATHER, 4096, 4096, 4096),
-        Shape(ALL_GATHER, 16384, 6144, 12288),
-        Shape(ALL_GATHER, 8192, 4096, 2048),
-        Shape(ALL_GATHER, 2048, 4096, 7168),
-    ),
+TEN: tuple[Shape, ...] = (
+    Shape(REDUCE_SCATTER, 8192, 8192, 3584),
+    Shape(REDUCE_SCATTER, 4096, 8192, 2048),
+    Shape(REDUCE_SCATTER, 16384, 12288, 6144),
+    Shape(REDUCE_SCATTER, 8192, 8192, 1024),
+    Shape(REDUCE_SCATTER, 2048, 8192, 3584),
+    Shape(ALL_GATHER, 8192, 4096, 7168),
+    Shape(ALL_GATHER, 4096, 4096, 4096),
+    Shape(ALL_GATHER, 16384, 6144, 12288),
+    Shape(ALL_GATHER, 8192, 4096, 2048),
+    Shape(ALL_GATHER, 2048, 4096, 7168),
+)
+
+
+def _mlp(model: int, hidden: int, rows: tuple[int, ...], ways: int = 8) -> Iterator[Shape]:
+    """The MLP of one model split `ways` ways: up projection (all-gather) and down projection (reduce-scatter)."""
+    for m in rows:
+        yield Shape(ALL_GATHER, m, hidden // ways, model)
+        yield Shape(REDUCE_SCATTER, m, model, hidden // ways)
+
+
+# Two m for each model, so that 24 rows cover the models, both ops and every m from 1024 to 16384.
+TP8: tuple[Shape, ...] = (
+    *_mlp(12288, 49152, (2048, 8192)),  # GPT-3 175B
+    *_mlp(4096, 14336, (4096, 16384)),  # Llama-3 8B
+    *_mlp(8192, 28672, (1024, 4096)),  # Llama-3 70B
+    *_mlp(16384, 53248, (1024, 4096)),  # Llama-3 405B
+    *_mlp(8192, 29568, (2048, 8192)),  # Qwen2 72B, 3696 columns: no multiple of a tile
+    *_mlp(5120, 25600, (1024, 16384)),  # Qwen3 32B
+)
+
+SMALL: tuple[Shape, ...] = (
+    *_mlp(8192, 28672, (16, 32, 64, 128, 256, 512)),  # Llama-3 70B
+    *_mlp(4096, 14336, (64, 256)),  # Llama-3 8B
+)
+
+SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
+    "ten": {"ten": TEN},
+    "tp8": {"tp8": TP8},
+    "small": {"small": SMALL},
+    "all": {"ten": TEN, "tp8": TP8, "small": SMALL},
 }
 
 # The whole path in seconds on virtual CPU devices.

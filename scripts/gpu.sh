@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
 #
-#   bash scripts/gpu.sh [build] [smoke] [test] [bench]      all four by default
+#   bash scripts/gpu.sh [build] [smoke] [test] [bench] [peers]      by default all but peers
 #
+# bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
+# Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
 # Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
 #   PYTEST_ARGS            for example "-k ragged -x"
-#   BENCH_ARGS             for example "--rounds 40"
+#   BENCH_ARGS             for bench and peers, for example "--suite small --strategy fused,auto"
+#   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -25,8 +28,8 @@ summary=()
 failed=0
 
 for step in $steps; do
-  case $step in build | smoke | test | bench) ;; *)
-    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, test and bench" >&2
+  case $step in build | smoke | test | bench | peers) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, test, bench and peers" >&2
     exit 2
     ;;
   esac
@@ -111,15 +114,32 @@ if wants test; then
   summary+=("       $(grep -E '(passed|failed|error|skipped).* in [0-9.]+s' "$out/test.log" | tail -n 1)")
 fi
 
-if wants bench; then
-  echo "== bench"
+# benchmark NAME SECONDS ARGUMENTS...: results in $out/NAME.json, its report in the output and in $out/NAME.md.
+benchmark() {
+  local name=$1 limit=${BENCH_SECONDS:-$2}
+  shift 2
+  echo "== $name"
   # shellcheck disable=SC2086
-  if run bench 240 "$python" -m benchmarks.collective_matmul --out "$out/bench.json" ${BENCH_ARGS:-}; then
-    run report 30 "$python" -m benchmarks.report "$out/bench.json" && cat "$out/report.log"
-  else
-    tail -n 30 "$out/bench.log" | cut -c1-1200
+  run "$name" "$limit" "$python" -m benchmarks.collective_matmul --out "$out/$name.json" "$@" ${BENCH_ARGS:-} ||
+    tail -n 30 "$out/$name.log" | cut -c1-1200
+  # What a run that was cut short has left is reported too.
+  if [[ -s $out/$name.json ]]; then
+    "$python" -m benchmarks.report "$out/$name.json" >"$out/$name.md" || failed=1
+    cat "$out/$name.md"
   fi
-  summary+=("       $(grep -E '^faster than XLA' "$out/bench.log" | tail -n 1)")
+  summary+=("$(grep -E '^(fused|auto): faster than XLA' "$out/$name.log" | sed 's/^/       /')")
+}
+
+if wants bench; then
+  benchmark bench 300
+fi
+
+if wants peers; then
+  benchmark peers 420 --peers xla,xla_windowed,pallas,torch
+  grep -E '^(note|xla_windowed|pallas|torch): ' "$out/peers.log"
+  if "$python" -c 'import matplotlib' 2>/dev/null && [[ -s $out/peers.json ]]; then
+    "$python" -m benchmarks.report "$out/peers.json" --plots "$out/plots" >/dev/null || failed=1
+  fi
 fi
 
 echo "== summary (logs in $out)"

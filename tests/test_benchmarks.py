@@ -1,17 +1,25 @@
 """The benchmark and its report from end to end, on tiny shapes."""
 
+import collections
+import dataclasses
+import itertools
 import json
 import pathlib
+import statistics
 import sys
+import types
 
 import pytest
+from jax import lax
 
 # Behind everything else: the package under test is the installed one.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from benchmarks import collective_matmul, report, shapes
+from benchmarks import chains, collective_matmul, link, peers, plots, report, rounds, shapes
+from benchmarks.peers import common, pallas, torch_symm_mem
 
-ROW = {
+# As the first version of the benchmark wrote it: reports must go on reading these.
+OLD_ROW = {
     "suite": "ten",
     "op": "all_gather_matmul",
     "m": 8192,
@@ -27,67 +35,299 @@ ROW = {
     "peers": {"pallas": 0.75},
     "spread": {"ours": 0.01, "xla": 0.02, "gemm": 0.005},
 }
-RESULTS = {
-    "machine": {"accelerator": "NVIDIA H200", "platform": "gpu", "devices": 2},
-    "versions": {"jax": "0.11.2"},
-    "notes": [],
-    "rows": [ROW, ROW | {"m": 2048, "ours_ms": 2.0, "peers": {}}],
+ROW = OLD_ROW | {
+    "chosen": "fused",
+    "reason": "asked for",
+    "plan": {"lead": 58},
+    "link_source": "copy engine",
+    "bound_ms": 0.4,
+    "bound_over_ours": 0.79,
+    "ours_over_gemm": 1.26,
+    "ours_over_xla": 0.48,
+    "error": 2e-3,
+    "peer_details": {"pallas": {"ms": 0.75, "spread": 0.01, "gemm_ms": 0.41, "over_gemm": 1.83}},
 }
 
 
-def test_tiny_run(tmp_path, capsys):
+def results_of(*rows):
+    machine = {"accelerator": "NVIDIA H200", "platform": "gpu", "devices": 2}
+    return {"machine": machine, "versions": {"jax": "0.11.2"}, "notes": [], "rows": list(rows)}
+
+
+OLD = results_of(OLD_ROW, OLD_ROW | {"m": 2048, "ours_ms": 2.0, "peers": {}})
+
+
+def test_tiny_run(tmp_path, capfd):
+    """With every peer: one works on any machine, the others are missing here, which is a note and no error."""
     out = tmp_path / "new" / "tiny.json"
-    collective_matmul.main(["--out", str(out), "--tiny", "--platform", "cpu"])
+    named = ",".join(collective_matmul.PEERS)
+    arguments = ["--out", str(out), "--tiny", "--platform", "cpu", "--strategy", "fused,auto", "--peers", named]
+    collective_matmul.main(arguments)
     results = json.loads(out.read_text())
     assert set(results) == {"machine", "versions", "notes", "rows"}
-    assert [row["op"] for row in results["rows"]] == [shape.op for shape in shapes.TINY]
+    assert [(row["op"], row["strategy"], row["chosen"]) for row in results["rows"]] == [
+        (shape.op, *both) for shape in shapes.TINY for both in (("fused", "fused"), ("auto", "xla"))
+    ]
     for row in results["rows"]:
         assert set(row) == set(ROW)
-        assert all(row[f"{name}_ms"] > 0 for name in ("ours", "xla", "gemm", "link"))
+        assert all(row[f"{name}_ms"] > 0 for name in ("ours", "xla", "gemm", "link", "bound"))
         assert set(row["spread"]) == {"ours", "xla", "gemm"}
-    assert "geomean" in capsys.readouterr().err
-    assert "GEMM alone" in report.report(results)
+        assert row["link_source"] == "model"
+        assert set(row["peers"]) == {"xla_windowed"}
+        assert row["peer_details"]["xla_windowed"]["over_gemm"] > 0
+    notes = "\n".join(results["notes"])
+    assert "no copy engine on platform cpu" in notes
+    assert "pallas: " in notes  # no whole tiles, or a JAX without this kernel
+    assert "torch: ended with status 1" in notes
+    assert "geomean" in capfd.readouterr().err
+    assert "GEMM alone" in report.report(results) and "### Under" in report.suites(results)
+
+
+def test_rows_that_do_not_divide_are_noted(tmp_path, monkeypatch):
+    odd = shapes.Shape(shapes.ALL_GATHER, 90, 40, 24)
+    monkeypatch.setattr(collective_matmul, "TINY", (odd, shapes.TINY[1]))
+    out = tmp_path / "odd.json"
+    collective_matmul.main(["--out", str(out), "--tiny", "--platform", "cpu"])
+    results = json.loads(out.read_text())
+    assert len(results["rows"]) == 1
+    assert any(str(odd) in note and "no multiple of 8" in note for note in results["notes"])
 
 
 def test_wrong_results_are_not_timed(tmp_path, monkeypatch):
-    right = collective_matmul.one_call
+    right = collective_matmul.op_call
     monkeypatch.setattr(
         collective_matmul,
-        "one_call",
-        lambda shape, name: lambda x, w: right(shape, name)(x, w) * (1.05 if name == "ours" else 1.0),
+        "op_call",
+        lambda shape, strategy: lambda x, w: right(shape, strategy)(x, w) * (1.05 if strategy == "fused" else 1.0),
     )
     with pytest.raises(SystemExit, match="before timing"):
         collective_matmul.main(["--out", str(tmp_path / "wrong.json"), "--tiny", "--platform", "cpu"])
 
 
+def test_orders_are_independent():
+    """Every variant follows every other about equally often; a rotation would give each one predecessor."""
+    ran = []
+
+    def sampler(name):
+        return lambda repeats: ran.append((name, repeats)) or float(repeats)
+
+    names, many = ("ours", "xla", "gemm", "link"), 400
+    samplers = {name: sampler(name) for name in names}
+    samples = rounds.sample_rounds(samplers, {**dict.fromkeys(names, 3), "link": 7}, many, "seed")
+    assert samples == {name: [1.0] * many for name in names}
+    assert set(ran) == {("ours", 3), ("xla", 3), ("gemm", 3), ("link", 7)}
+    order = [name for name, _ in ran]
+    for start in range(0, len(order), len(names)):
+        assert sorted(order[start : start + len(names)]) == sorted(names)
+    before_ours = collections.Counter(first for first, second in itertools.pairwise(order) if second == "ours")
+    assert all(before_ours[name] > many / 5 for name in ("xla", "gemm", "link"))
+    first, ran[:] = list(ran), []
+    rounds.sample_rounds(samplers, {**dict.fromkeys(names, 3), "link": 7}, many, "seed")
+    assert ran == first
+
+
+def test_ratios_are_paired():
+    """Clocks that fall from round to round change times and not ratios."""
+    gemm = [1.0, 2.0, 4.0, 8.0, 16.0]
+    ours = [1.1, 2.2, 4.4, 9.6, 16.0]
+    assert rounds.paired(ours, gemm) == pytest.approx(1.1)
+    details = rounds.details({"peer": ours, "gemm": gemm}, "peer", 2)
+    assert details["over_gemm"] == pytest.approx(1.1)
+    assert details["ms"] == pytest.approx(2200)
+    assert rounds.spread([1.0]) == 0
+
+
+def test_samples_are_long_enough():
+    took = []
+
+    def sampler(repeats):
+        took.append(repeats)
+        return 1e-3 + repeats * 1e-4  # a latency that one alone can't hide
+
+    repeats = rounds.repeats_for(sampler, 0.04)
+    assert 300 <= repeats <= 400 and max(took) < 250
+    assert rounds.repeats_for(lambda repeats: repeats * 1.0, 0.04) == 1
+
+
+def job(tmp_path, seconds=20.0):
+    return peers.Job(shapes.TINY, str(tmp_path / "out.json"), 8, 2, 2, 0.0, seconds, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "message"),
+    [
+        ("print('some'); raise ValueError('of its own')", 20, "ended with status 1: ValueError: of its own"),
+        ("import time; print('slow', flush=True); time.sleep(60)", 1, "stopped after 1 s; its last words: slow"),
+        ("print('fine')", 20, ""),
+    ],
+)
+def test_a_failing_peer_is_a_message(code, seconds, message):
+    assert peers._supervise("peer", [sys.executable, "-c", code], seconds) == message
+
+
+def test_peer_results(tmp_path):
+    results = peers.Results(job(tmp_path), {"torch": "2"})
+    results.add(shapes.TINY[0], {"torch_symm_mem": {"ms": 2.0, "over_gemm": 1.5}})
+    results.note("said")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["notes"] == ["said"]
+    rows = [vars(shape) | {"peers": {}, "peer_details": {}} for shape in (*shapes.TINY, shapes.TINY[0])]
+    peers.merge(rows, found)
+    assert [row["peers"] for row in rows] == [{"torch_symm_mem": 2.0}, {}, {"torch_symm_mem": 2.0}]
+    assert rows[0]["peer_details"]["torch_symm_mem"]["over_gemm"] == 1.5
+    assert peers.Job.load(job(tmp_path).dump()) == job(tmp_path)
+    late = peers.Results(job(tmp_path, seconds=-1.0), {})
+    assert list(late.shapes()) == [shapes.TINY[0]]
+
+
+def test_environment(monkeypatch):
+    """What forbids multicast stays as it is, and only the peer that needs flags gets them, behind the caller's."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert all(peers.environment(name)["NCCL_NVLS_ENABLE"] == "0" for name in peers.MODULES)
+    assert peers.environment("torch")["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+    flags = peers.environment("xla_windowed")["XLA_FLAGS"].split()
+    assert flags[0] == "--xla_gpu_autotune_level=0" and len(flags) == 3
+
+
+def test_pallas_sweep(tmp_path):
+    """On stand-ins for the kernels: the fastest configuration that works is timed, failures are notes."""
+
+    def matmul(x, w, *, axis_name, config, dtype):
+        if config["grid_tile_width"] == 4:
+            raise ValueError("too wide")
+        slow = 40 if config["grid_tile_width"] == 8 else 1  # the first one, so that it is dropped
+        gathered = lax.all_gather(x, axis_name, axis=0, tiled=True)
+        return sum((gathered * (1 / slow)) @ w for _ in range(slow)).astype(dtype)
+
+    kernels = types.SimpleNamespace(
+        MatmulDimension={"M": 0, "N": 1}, TuningConfig=lambda **fields: fields, all_gather_lhs_matmul=matmul
+    )
+    shape = shapes.Shape(shapes.ALL_GATHER, 512, 256, 64)
+    work = dataclasses.replace(job(tmp_path), shapes=(shape,), calls=1)
+    results = peers.Results(work, {})
+    found = pallas.measure(kernels, shape, common.mesh_of(work), work, results, 0.9)
+    assert found["configs_tried"] == 4 and "width 16" in found["config"]
+    assert found["ms"] > 0 and found["over_gemm"] > 0
+    notes = json.loads((tmp_path / "out.json").read_text())["notes"]
+    assert len(notes) == 1 and "width 4" in notes[0] and "too wide" in notes[0]
+    ragged = shapes.Shape(shapes.ALL_GATHER, 512, 40, 64)
+    assert pallas.measure(kernels, ragged, common.mesh_of(work), work, results, 0.9) is None
+
+
+def test_a_dead_rank_ends_the_others(tmp_path, monkeypatch):
+    program = "import os, sys, time; time.sleep(60 * (os.environ['RANK'] != '1')); sys.exit(3)"
+    monkeypatch.setattr(torch_symm_mem, "_rank_command", lambda job: [sys.executable, "-c", program])
+    assert torch_symm_mem.launch(job(tmp_path)) == 3
+
+
+def test_no_copy_engine():
+    with pytest.raises(link.LinkError):
+        link.CopyEngine([0, 1], 1024, 2)
+
+
+def test_suites():
+    assert [len(suite) for suite in shapes.SUITES["all"].values()] == [10, 24, 16]
+    every = [shape for suite in shapes.SUITES["all"].values() for shape in suite]
+    assert len(set(every)) == len(every)
+    assert {shape.m for shape in shapes.TP8} == {1024, 2048, 4096, 8192, 16384}
+    assert {shape.m for shape in shapes.SMALL} == {16, 32, 64, 128, 256, 512}
+    for suite in (shapes.TP8, shapes.SMALL):
+        assert statistics.mean(shape.op == shapes.ALL_GATHER for shape in suite) == 0.5
+    # What the kernels ask of row lengths.
+    assert all(size % 8 == 0 for shape in every for size in (shape.n, shape.k))
+
+
+def test_layouts():
+    for shape in shapes.TINY:
+        layout, gemm = chains.collective_layout(shape, 4), chains.gemm_layout(shape, 4)
+        assert (layout.x_shape[1], layout.w_shape) == (layout.w_shape[0], gemm.w_shape)
+        assert (layout.x_shape[0], layout.w_shape[1]) == layout.y_shape
+
+
 def test_ten_shapes():
-    assert len(shapes.SUITES["ten"]) == 10
-    by_time = [shape.link_ms(2) for shape in shapes.SUITES["ten"]]
+    by_time = [shape.link_ms(2) for shape in shapes.TEN]
     # The design's own numbers for two GPUs.
     wanted = [0.174, 0.087, 0.523, 0.174, 0.044, 0.152, 0.044, 0.523, 0.044, 0.038]
     assert by_time == pytest.approx(wanted, abs=6e-4)
 
 
-def test_report_keeps_losing_rows():
-    text = report.report(RESULTS)
-    assert "| 8192, 4096, 7168 | 0.500 | 1.000 | 0.750 | 0.400 | 0.152 | **2.00** | 1.25 |" in text
-    assert "| 2048, 4096, 7168 | 2.000 | 1.000 |  | 0.400 | 0.152 | 0.50 (slower) | 5.00 |" in text
+def test_report_of_an_old_file():
+    text = report.report(OLD)
+    assert "| 8192, 4096, 7168 | 0.500 | 1.000 | 0.750 | 0.400 | 0.152\\* | **2.00** | **1.50** | 1.25 | 0.80 |" in text
+    assert (
+        "| 2048, 4096, 7168 | 2.000 | 1.000 |  | 0.400 | 0.152\\* | 0.50 (slower) | 0.50 (slower) | 5.00 | 0.20 |"
+        in text
+    )
     assert "faster than XLA on 1 of 2 shapes" in text
+    assert report.suites(OLD) == "Only the ten shapes were measured.\n"
+    assert "2048, 4096, 7168: XLA takes 0.500 of our time" in report.losing(OLD)
+
+
+def test_report():
+    """Ratios are the paired ones, and a row in which anybody is faster is named with what the numbers say about it."""
+    lost = {"m": 64, "suite": "small", "ours_ms": 0.8, "ours_over_xla": 0.8, "ours_over_gemm": 2.0, "link_ms": 0.5}
+    auto = {"strategy": "auto", "chosen": "xla", "plan": None, "ours_over_xla": 1.005, "peers": {}, "peer_details": {}}
+    results = results_of(ROW, ROW | lost, ROW | auto)
+    assert "| 0.152 | **2.08** | **1.50** | 1.26 | 0.79 |" in report.report(results)
+    assert "Modelled" not in report.report(results)
+    suites = report.suites(results)
+    assert "### Few rows" in suites and "### Under" in suites
+    assert "| all-gather + matmul | 8192, 4096, 7168 | xla | 0.500 | 1.000 | 1.00 |" in suites
+    losing = report.losing(results)
+    assert losing.startswith("Of 3 rows, against XLA, Pallas:\n")
+    assert "64, 4096, 7168: Pallas takes 0.938 of our time (0.915 with each divided by the GEMM of its own" in losing
+    assert "the link alone needs 1.25 of the GEMM's time" in losing and "few rows" in losing
+    assert "(took xla): XLA takes 0.995 of our time; the same program twice, so this is noise." in losing
+    assert report.losing(results_of(ROW)) == "Of 1 rows, against XLA, Pallas: none.\n"
 
 
 def test_update_and_check(tmp_path, capsys):
     results, page = tmp_path / "results.json", tmp_path / "page.md"
-    results.write_text(json.dumps(RESULTS))
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    results.write_text(json.dumps(OLD))
+    losing = report.markers("benchmark-losing")
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n{losing[0]}\n{losing[1]}\n")
     with pytest.raises(SystemExit, match=r"stale: .*page\.md"):
         report.main([str(results), "--check", str(page)])
     report.main([str(results), "--update", str(page)])
     report.main([str(results), "--check", str(page)])
     text = page.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
+    assert text.startswith(f"before\n{report.BEGIN}\n") and f"{report.END}\nafter\n{losing[0]}\nOf 2 rows" in text
     assert "old" not in text
     report.main([str(results)])
-    assert capsys.readouterr().out in text
-    page.write_text("no markers\n")
-    with pytest.raises(SystemExit, match="needs one <!-- benchmark:begin -->"):
-        report.main([str(results), "--update", str(page)])
+    printed = capsys.readouterr().out
+    assert all(block in printed for block in report.blocks(OLD).values())
+    for wrong, message in (
+        ("no markers\n", "needs one <!-- benchmark:begin -->"),
+        (f"{losing[1]}{losing[0]}", "needs one <!-- benchmark-losing:begin -->"),
+    ):
+        page.write_text(wrong)
+        with pytest.raises(SystemExit, match=message):
+            report.main([str(results), "--update", str(page)])
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    lost = ROW | {"m": 64, "ours_ms": 0.9, "peers": {}, "peer_details": {}}
+    for number, results in enumerate((results_of(ROW, lost), OLD)):
+        paths = plots.write(results, tmp_path / str(number))
+        assert [path.name for path in paths] == [plots.BOUND, plots.BEST]
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_plots_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"entwine-jax\[bench\]"):
+        plots.write(OLD, tmp_path)
+
+
+def test_the_documents_have_their_blocks():
+    root = pathlib.Path(__file__).parents[1]
+    for name, block in (
+        ("README.md", "benchmark"),
+        ("docs/performance.md", "benchmark"),
+        ("docs/performance.md", "benchmark-suites"),
+        ("docs/performance.md", "benchmark-losing"),
+    ):
+        text = (root / name).read_text()
+        assert all(text.count(marker) == 1 for marker in report.markers(block))

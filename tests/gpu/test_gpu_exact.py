@@ -27,7 +27,7 @@ from harness import (
     team_size,
 )
 
-from benchmarks.shapes import SUITES, Shape
+from benchmarks.shapes import TEN, Shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
@@ -116,6 +116,6 @@ def check_large(shape: Shape):
     assert float(off) <= bound + 1e-3, f"{case}: an element is off by {float(off):.3f} more than its rounding"
 
 
-@pytest.mark.parametrize("shape", SUITES["ten"], ids=str)
+@pytest.mark.parametrize("shape", TEN, ids=str)
 def test_ten_shapes(shape):
     check_large(shape)

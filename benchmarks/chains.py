@@ -1,0 +1,189 @@
+"""Programs of chained collective matmuls: what the JAX processes of the benchmark compile, check and sample.
+
+* A *program* is one jitted function with several calls of one variant in it, and a *sample* is enough programs in a row
+  to last tens of milliseconds, dispatched without waiting. So Python and dispatch run ahead of the devices.
+* The calls are a chain: before each call one element of its x is set to an element of the result before it. So XLA can
+  neither merge nor drop nor hoist them, and no call starts before the one before it has ended, as in a model's layers.
+  This costs one tiny kernel a call (about 2 us, the same for every variant), which brings all ratios a little closer to
+  one. Every call has its own x and w, random normal bfloat16; x and the last result are donated and handed on, so the
+  element is set in place and addresses don't change from program to program (captured CUDA graphs stay valid).
+* Optimization barriers around each call keep XLA from computing only the one element that the chain reads.
+* A sample ends when all devices are done, so it is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.rounds import Sampler
+from benchmarks.shapes import ALL_GATHER, Shape
+
+AXIS = "t"
+# Both round to bfloat16, XLA's partial sums too: each is within 4e-3 of the exact result.
+TOLERANCE = 8e-3
+
+Arrays = tuple[jax.Array, ...]
+Call = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class WrongResultError(Exception):
+    """Two programs that compute the same don't agree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How operands lie on the mesh: specs and global sizes of x (rows, k), w (k, columns) and y."""
+
+    x_spec: PartitionSpec
+    w_spec: PartitionSpec
+    y_spec: PartitionSpec
+    x_shape: tuple[int, int]
+    w_shape: tuple[int, int]
+    y_shape: tuple[int, int]
+
+
+def collective_layout(shape: Shape, ranks: int) -> Layout:
+    m, n, k = shape.m, shape.n, shape.k
+    rows, columns = PartitionSpec(AXIS, None), PartitionSpec(None, AXIS)
+    if shape.op == ALL_GATHER:
+        return Layout(rows, columns, columns, (m, k), (k, n * ranks), (m, n * ranks))
+    return Layout(columns, rows, rows, (m, k * ranks), (k * ranks, n), (m, n))
+
+
+def gemm_layout(shape: Shape, ranks: int) -> Layout:
+    """Every rank's matmul alone: with the gathered x, its own copy of it, or without the sum over ranks."""
+    layout = collective_layout(shape, ranks)
+    if shape.op == ALL_GATHER:
+        return dataclasses.replace(layout, x_shape=(shape.m * ranks, shape.k))
+    return dataclasses.replace(layout, y_shape=(shape.m * ranks, shape.n))
+
+
+def _link(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(x, jnp.clip(y[:1, :1], -1, 1), (0, 0))
+
+
+def per_rank_program(layout: Layout, mesh: Mesh, calls: int, call: Call, check_vma: bool = True) -> jax.stages.Wrapped:
+    """(xs, ws, last result) -> (xs, last result), every array global; `call` sees one rank's, in a `jax.shard_map`."""
+
+    def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array]:
+        handed_on = []
+        for x, w in zip(xs, ws, strict=True):
+            x = jax.lax.optimization_barrier(_link(x, y))
+            y = jax.lax.optimization_barrier(call(x, w))
+            handed_on.append(x)
+        return tuple(handed_on), y
+
+    xs, ws = (layout.x_spec,) * calls, (layout.w_spec,) * calls
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(xs, ws, layout.y_spec), out_specs=(xs, layout.y_spec), check_vma=check_vma
+    )
+    return jax.jit(mapped, donate_argnums=(0, 2))
+
+
+def global_program(layout: Layout, mesh: Mesh, calls: int, call: Call) -> jax.stages.Wrapped:
+    """The same with a `call` that sees global arrays: XLA's partitioner makes the collective from the shardings.
+
+    The chain's link stays a matter of each rank, else the partitioner would communicate for it.
+    """
+    link = jax.shard_map(_link, mesh=mesh, in_specs=(layout.x_spec, layout.y_spec), out_specs=layout.x_spec)
+    x_sharding, w_sharding, y_sharding = (
+        NamedSharding(mesh, spec) for spec in (layout.x_spec, layout.w_spec, layout.y_spec)
+    )
+
+    def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array]:
+        handed_on = []
+        for x, w in zip(xs, ws, strict=True):
+            x = jax.lax.optimization_barrier(link(x, y))
+            y = jax.lax.with_sharding_constraint(call(x, w), y_sharding)
+            y = jax.lax.optimization_barrier(y)
+            handed_on.append(x)
+        return tuple(handed_on), y
+
+    xs, ws = (x_sharding,) * calls, (w_sharding,) * calls
+    return jax.jit(body, in_shardings=(xs, ws, y_sharding), out_shardings=(xs, y_sharding), donate_argnums=(0, 2))
+
+
+def random_arrays(
+    mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int], scale: float, count: int, seed: int
+) -> Arrays:
+    def draw(key: jax.Array) -> jax.Array:
+        return (jax.random.normal(key, shape, jnp.float32) * scale).astype(jnp.bfloat16)
+
+    sharded = jax.jit(draw, out_shardings=NamedSharding(mesh, spec))
+    return tuple(sharded(key) for key in jax.random.split(jax.random.key(seed), count))
+
+
+@jax.jit
+def relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    """||got - want|| / ||want||; NaN stays NaN."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum((got - want) ** 2) / jnp.sum(want**2))
+
+
+@dataclasses.dataclass
+class _Running:
+    """A compiled program with its arguments; its xs are in a pool, for they move from program to program."""
+
+    program: jax.stages.Compiled
+    ws: Arrays
+    y: jax.Array
+    xs_of: str
+
+
+class Chains:
+    """The compiled programs of one shape, by name. What has the same layout shares its arrays."""
+
+    def __init__(self, shape: Shape, mesh: Mesh, calls: int) -> None:
+        self.shape, self.mesh, self.calls = shape, mesh, calls
+        self._xs: dict[str, Arrays] = {}
+        self._ws: dict[str, Arrays] = {}
+        self._running: dict[str, _Running] = {}
+
+    def add(self, name: str, layout: Layout, program: jax.stages.Wrapped) -> None:
+        """Compiles `program`, one of this module's for as many calls."""
+        xs_of, ws_of = f"{layout.x_shape} {layout.x_spec}", f"{layout.w_shape} {layout.w_spec}"
+        if xs_of not in self._xs:
+            self._xs[xs_of] = random_arrays(self.mesh, layout.x_spec, layout.x_shape, 1.0, self.calls, 1)
+        if ws_of not in self._ws:
+            scale = self.shape.k**-0.5
+            self._ws[ws_of] = random_arrays(self.mesh, layout.w_spec, layout.w_shape, scale, self.calls, 2)
+        y = jax.device_put(jnp.zeros(layout.y_shape, jnp.bfloat16), NamedSharding(self.mesh, layout.y_spec))
+        compiled = program.lower(self._xs[xs_of], self._ws[ws_of], y).compile()
+        self._running[name] = _Running(compiled, self._ws[ws_of], y, xs_of)
+
+    def drop(self, name: str) -> None:
+        del self._running[name]
+
+    def samplers(self) -> dict[str, Sampler]:
+        return {name: functools.partial(self.sample, name) for name in self._running}
+
+    def sample(self, name: str, programs: int) -> float:
+        run = self._running[name]
+        xs, y = self._xs[run.xs_of], run.y
+        start = time.perf_counter()
+        for _ in range(programs):
+            xs, y = run.program(xs, run.ws, y)
+        jax.block_until_ready((xs, y))
+        seconds = time.perf_counter() - start
+        self._xs[run.xs_of], run.y = xs, y
+        return seconds
+
+    def compare(self, name: str, reference: str, when: str) -> float:
+        """Runs both programs from the same state and returns how far apart their results are, if not too far."""
+        self._running[name].y = jnp.copy(self._running[reference].y)  # each program consumes its own
+        for each in (name, reference):
+            self.sample(each, 1)
+        error = float(relative_error(self._running[name].y, self._running[reference].y))
+        if not error <= TOLERANCE:  # also NaN
+            raise WrongResultError(
+                f"{self.shape}: {when} timing, ||{name} - {reference}|| / ||{reference}|| is {error:.2e},"
+                f" more than {TOLERANCE:.0e}"
+            )
+        return error
