@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -24,13 +25,16 @@ void watch(schedule::StuckReport volatile* report) {
 }
 
 schedule::StuckReport* make() {
-  void* memory = nullptr;
-  if (cudaHostAlloc(&memory, sizeof(schedule::StuckReport), cudaHostAllocPortable | cudaHostAllocMapped) != cudaSuccess)
+  // A page of the process's own, only registered with CUDA: at exit it stays readable for the thread, however CUDA unwinds.
+  constexpr size_t kPage = 4096;
+  void* page = std::aligned_alloc(kPage, kPage);
+  void* mapped = nullptr;
+  if (page == nullptr || cudaHostRegister(page, kPage, cudaHostRegisterPortable | cudaHostRegisterMapped) != cudaSuccess ||
+      cudaHostGetDevicePointer(&mapped, page, 0) != cudaSuccess)
     return nullptr;
-  std::memset(memory, 0, sizeof(schedule::StuckReport));
-  auto* report = static_cast<schedule::StuckReport*>(memory);
-  std::thread(watch, report).detach();  // after an error the process may end in any way; the thread touches nothing else
-  return report;
+  std::memset(page, 0, kPage);
+  std::thread(watch, static_cast<schedule::StuckReport*>(page)).detach();
+  return static_cast<schedule::StuckReport*>(mapped);
 }
 
 }  // namespace

@@ -5,7 +5,8 @@
 
 namespace entwine::team {
 
-// The process's report in pinned memory, watched by a thread of its own from the first call on; null if there is no memory.
+// Where the devices write the process's report, watched by a thread of its own from the first call on; null if there is no
+// memory.
 schedule::StuckReport* stuck_report();
 
 }  // namespace entwine::team
