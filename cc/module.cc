@@ -1,5 +1,6 @@
 // entwine_jax._core: the registrations of the custom calls, and a window on the schedule for plans and tests.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -7,10 +8,12 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ffi/cpu_handlers.h"
 #include "schedule/arena_layout.h"
+#include "schedule/cost.h"
 #include "schedule/plan.h"
 #include "schedule/tile_order.h"
 #ifdef ENTWINE_WITH_CUDA
@@ -73,6 +76,12 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
   return d;
 }
 
+std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
+                                    uint32_t k, uint32_t out_bytes) {
+  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, kSm90TileM, kSm90TileN), out_bytes);
+  return {p.fused_us, p.xla_us};
+}
+
 using OwnerRowCol = std::tuple<uint32_t, uint32_t, uint32_t>;
 
 std::vector<OwnerRowCol> tile_order(std::string const& op, uint32_t ranks, uint32_t rank, uint32_t batch, uint32_t m_shard,
@@ -108,6 +117,8 @@ NB_MODULE(_core, m) {
   m.def("cuda_built", &cuda_built, "Whether the CUDA kernels are compiled in.");
   m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "k"_a, "partial_bytes"_a,
         "The default plan of an op on \"host\" or \"sm90\".");
+  m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "out_bytes"_a,
+        "Predicted microseconds on sm_90, (fused, xla).");
   m.def("tile_order", &tile_order, "op"_a, nb::kw_only(), "ranks"_a, "rank"_a, "batch"_a, "m_shard"_a, "n"_a, "tile_m"_a,
         "tile_n"_a, "raster"_a, "lead"_a, "The tiles in the order in which `rank` claims them, as (owner, row, column).");
   m.def("arena_bytes", &arena_bytes, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "tile_m"_a,

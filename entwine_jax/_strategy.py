@@ -87,8 +87,11 @@ def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
     problem = problem or (span_obstacle() if wanted == "auto" and team.platform == "cuda" else None)
     if problem is not None:
         return Choice("xla", problem)
-    reason = "asked for" if wanted == "fused" else "types, shapes and devices are supported"
-    return Choice("fused", reason, plan(request, x, w))
+    if wanted == "fused":
+        return Choice("fused", "asked for", plan(request, x, w))
+    fused_us, xla_us = predict(request, x, w)
+    reason = f"predicted {fused_us:.0f} us fused, {xla_us:.0f} us on XLA"
+    return Choice("fused", reason, plan(request, x, w)) if fused_us <= xla_us else Choice("xla", reason)
 
 
 def obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
@@ -181,6 +184,20 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
         lead=pick(config.lead, made["lead"]),
         transport=config.transport or TRANSPORTS[made["transport"]],
         pushers=pick(config.pushers, made["pushers"]),
+    )
+
+
+def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]:
+    """What a call on GPUs should take, fused and on XLA, in microseconds: cc/schedule/cost.h."""
+    shape = sizes(request, x.shape, w.shape)
+    return _core.predict(
+        request.op,
+        ranks=request.team.size,
+        batch=shape.batch,
+        m_shard=shape.m_shard,
+        n=shape.n,
+        k=shape.k,
+        out_bytes=request.dtype.itemsize,
     )
 
 

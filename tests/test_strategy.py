@@ -39,6 +39,24 @@ def choose(
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_predictions_decide(op):
+    """The benchmark's ten shapes are fused; a few rows against much of k fill the kernel's tiles too badly."""
+    for m, n, k in (
+        (8192, 8192, 3584),
+        (4096, 8192, 2048),
+        (16384, 12288, 6144),
+        (2048, 8192, 3584),
+        (2048, 4096, 7168),
+    ):
+        rows = m // 2 if op == "all_gather_matmul" else m
+        choice = choose(op, size=2, m=rows, n=n, k=k)
+        assert choice.strategy == "fused" and choice.reason.startswith("predicted"), choice
+    few = choose(op, size=2, m=32, n=4096, k=8192)
+    assert few.strategy == "xla" and few.plan is None and "us on XLA" in few.reason, few
+    assert choose(op, size=2, m=32, n=4096, k=8192, strategy="fused").strategy == "fused"
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_fused(op):
     for options in ({}, {"result": jnp.float32}, {"n": 8, "k": 8, "m": 4}, {"size": 2}, {"strategy": "fused"}):
         choice = choose(op, **options)
