@@ -22,14 +22,15 @@ else
 endif
 ENTWINE_WERROR ?= ON
 ENTWINE_PTXAS_VERBOSE ?= OFF
-export ENTWINE_CUDA ENTWINE_WERROR ENTWINE_PTXAS_VERBOSE
-SETTINGS := cuda=$(ENTWINE_CUDA) werror=$(ENTWINE_WERROR) ptxas_verbose=$(ENTWINE_PTXAS_VERBOSE)
+ENTWINE_GPU_TESTS ?= OFF
+export ENTWINE_CUDA ENTWINE_WERROR ENTWINE_PTXAS_VERBOSE ENTWINE_GPU_TESTS
+SETTINGS := cuda=$(ENTWINE_CUDA) werror=$(ENTWINE_WERROR) ptxas_verbose=$(ENTWINE_PTXAS_VERBOSE) gpu_tests=$(ENTWINE_GPU_TESTS)
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # In front of a command that may compile CUDA code.
 FIND_NVCC = if [ '$(ENTWINE_CUDA)' = ON ]; then CUDACXX=$$(scripts/find_nvcc.sh $(BIN)/python build/nvcc) || exit 1; export CUDACXX; fi
 
-CPP := $(shell find cc tests/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+CPP := $(shell find cc tests/cc tests/gpu/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help demo test lint format test-cc test-py build wheel lock clean distclean FORCE
 help: ## show this

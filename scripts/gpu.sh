@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
 #
-#   bash scripts/gpu.sh [build] [smoke] [test] [bench] [peers]      by default all but peers
+#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [bench] [peers]      by default all but peers
 #
+# teams runs the kernels without JAX in teams of 2 to 8 ranks that share the GPUs.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
 # Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
@@ -19,7 +20,7 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 work=$root/build/gpu
 python=${PYTHON:-python3}
-steps=${*:-build smoke test bench}
+steps=${*:-build smoke teams test bench}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 export ENTWINE_REQUIRE_GPUS=${ENTWINE_REQUIRE_GPUS:-$((gpus > 2 ? gpus : 2))}
 # The package is imported from where it was installed; the working directory, $work/run, has everything but the package.
@@ -28,8 +29,8 @@ summary=()
 failed=0
 
 for step in $steps; do
-  case $step in build | smoke | test | bench | peers) ;; *)
-    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, test, bench and peers" >&2
+  case $step in build | smoke | teams | test | bench | peers) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, bench and peers" >&2
     exit 2
     ;;
   esac
@@ -84,7 +85,8 @@ if wants build; then
   rm -rf "$work"
   mkdir -p "$work"
   export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
-  if ! ENTWINE_CUDA=ON run build 240 "$python" -m pip install --verbose --no-build-isolation --no-deps --no-index \
+  export ENTWINE_CUDA=ON ENTWINE_GPU_TESTS=ON
+  if ! run build 240 "$python" -m pip install --verbose --no-build-isolation --no-deps --no-index \
     --disable-pip-version-check --no-warn-script-location --target "$work/site" -C "build-dir=$work/cmake" .; then
     grep -n -E 'error|Error|FAILED' "$out/build.log" | head -30
     tail -n 40 "$out/build.log"
@@ -101,6 +103,13 @@ if wants smoke; then
   echo "== smoke"
   run smoke 60 "$python" scripts/gpu_smoke.py || steps=""
   grep -v -E '^(W|I)[0-9]{4} ' "$out/smoke.log" | tail -n 60 | cut -c1-1200
+fi
+
+if wants teams; then
+  echo "== teams"
+  run teams 120 "$work/cmake/teams_test"
+  grep -v ': ok$' "$out/teams.log" | tail -n 30 | cut -c1-600
+  summary+=("       $(grep -E '^[0-9]+ passed, ' "$out/teams.log" | tail -n 1)")
 fi
 
 if wants test; then

@@ -1,0 +1,218 @@
+#include "emulated_team.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernel/sm90/params.h"
+#include "team/stuck.h"
+
+namespace teams {
+
+using namespace entwine;
+using schedule::Op;
+using schedule::Transport;
+
+namespace {
+
+constexpr uint64_t kTimeoutNs = 5'000'000'000;
+constexpr uint64_t kGap = 1024;
+constexpr int kPoison = 0xff;
+// All ranks' kernels are resident at once, and something is left for the tests' own small kernels.
+constexpr uint32_t kSpareMultiprocessors = 4;
+
+}  // namespace
+
+std::string to_string(Variant const& v) {
+  bool gather = v.op == Op::kAllGatherMatmul;
+  std::string text = gather ? "all_gather_matmul" : "matmul_reduce_scatter";
+  if (!gather) text += v.transport == Transport::kPull ? " pull" : " push";
+  text += v.float_out ? " to float32" : " to bfloat16";
+  if (v.transposed_w) text += ", w transposed";
+  return text + (gather ? ", pushers " + std::to_string(v.pushers) : ", lead " + std::to_string(v.lead));
+}
+
+std::string to_string(schedule::Geometry const& g) {
+  return "batch " + std::to_string(g.batch) + ", m_shard " + std::to_string(g.m_shard) + ", n " + std::to_string(g.n) + ", k " +
+         std::to_string(g.k);
+}
+
+int prepare_devices() {
+  int count = 0, usable = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) return 0;
+  for (; usable < count; ++usable) {
+    int major = 0, minor = 0;
+    CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, usable));
+    CHECK_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, usable));
+    int reachable = major == 9 && minor == 0;
+    for (int peer = 0; peer < usable && reachable; ++peer) {
+      CHECK_CUDA(cudaDeviceCanAccessPeer(&reachable, usable, peer));
+      if (reachable) CHECK_CUDA(cudaDeviceCanAccessPeer(&reachable, peer, usable));
+    }
+    if (!reachable) break;
+  }
+  for (int device = 0; device < usable; ++device) {
+    CHECK_CUDA(cudaSetDevice(device));
+    for (int peer = 0; peer < usable; ++peer)
+      if (peer != device) CHECK_CUDA(cudaDeviceEnablePeerAccess(peer, 0));
+    CHECK_CUDA(sm90::load_kernels());
+  }
+  return usable;
+}
+
+void Pool::allocate(uint64_t bytes) {
+  CHECK_CUDA(cudaMalloc(&base_, bytes));
+  size_ = bytes;
+  used_ = 0;
+}
+
+void Pool::free() { CHECK_CUDA(cudaFree(base_)); }
+
+uint8_t* Pool::take(uint64_t bytes) {
+  uint8_t* taken = base_ + used_ + kGap;
+  used_ += schedule::round_up(bytes, kGap) + 2 * kGap;
+  if (used_ > size_) {
+    std::printf("BAD: the pool is too small at %s\n", Progress::where().c_str());
+    ++failed;
+    std::_Exit(conclude());
+  }
+  return taken;
+}
+
+EmulatedTeam::EmulatedTeam(uint32_t ranks, int devices, schedule::ArenaLayout const& layout, uint64_t pool_bytes)
+    : layout_(layout) {
+  CHECK_CUDA(cudaSetDevice(0));
+  stuck_ = team::stuck_report();
+  if (stuck_ == nullptr) CHECK_CUDA(cudaErrorMemoryAllocation);
+  for (uint32_t r = 0; r < ranks; ++r) {
+    Rank rank{};
+    rank.number = r;
+    rank.device = static_cast<int>(r) % devices;
+    CHECK_CUDA(cudaSetDevice(rank.device));
+    CHECK_CUDA(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaStreamCreateWithFlags(&rank.probe, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaMalloc(&rank.arena, layout_.bytes()));
+    rank.pool.allocate(pool_bytes);
+    int multiprocessors = 0;
+    CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, rank.device));
+    uint32_t sharers = 0;
+    for (uint32_t other = 0; other < ranks; ++other) sharers += static_cast<int>(other) % devices == rank.device;
+    rank.multiprocessors = (static_cast<uint32_t>(multiprocessors) - kSpareMultiprocessors) / sharers & ~1u;
+    ranks_.push_back(rank);
+    arenas_.push_back(rank.arena);
+  }
+}
+
+EmulatedTeam::~EmulatedTeam() {
+  each([](Rank& rank) {
+    CHECK_CUDA(cudaStreamDestroy(rank.stream));
+    CHECK_CUDA(cudaStreamDestroy(rank.probe));
+    CHECK_CUDA(cudaFree(rank.arena));
+    rank.pool.free();
+  });
+}
+
+void EmulatedTeam::finish() {
+  each([](Rank& rank) { CHECK_CUDA(cudaStreamSynchronize(rank.stream)); });
+}
+
+void EmulatedTeam::start_epochs(uint32_t epoch) {
+  uint64_t head = layout_.staging_offset(0), signals = layout_.signals_offset();
+  std::vector<uint32_t> words(head / 4);
+  sm90::Control control{};
+  control.queue = uint64_t{epoch} << 32;
+  std::memcpy(words.data(), &control, sizeof control);
+  // What the call before has raised; of epoch 0 that is the zero of a new arena.
+  std::fill(words.begin() + static_cast<std::ptrdiff_t>(signals / 4), words.end(), schedule::signal_value(epoch - 1));
+  finish();
+  each([&](Rank& rank) {
+    CHECK_CUDA(cudaMemcpyAsync(rank.arena, words.data(), head, cudaMemcpyHostToDevice, rank.stream));
+    CHECK_CUDA(cudaMemsetAsync(rank.arena + head, kPoison, layout_.bytes() - head, rank.stream));
+    rank.epoch = epoch;
+  });
+  finish();
+}
+
+void EmulatedTeam::poison_staging(schedule::ArenaDemand const& demand) {
+  each([&](Rank& rank) {
+    for (uint32_t parity = 0; parity < 2; ++parity)
+      CHECK_CUDA(cudaMemsetAsync(rank.arena + layout_.staging_offset(parity), kPoison, demand.staging_half, rank.stream));
+  });
+  finish();
+}
+
+void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
+                          void* y, uint32_t multiprocessors) {
+  sm90::Call call{};
+  call.op = variant.op;
+  call.geometry = geometry;
+  call.plan = schedule::make_plan(variant.op, schedule::Target::kSm90, geometry.ranks, geometry.k, variant.float_out ? 4 : 2);
+  call.plan.lead = variant.lead;
+  call.plan.transport = variant.transport;
+  call.plan.pushers = variant.pushers;
+  call.transposed_w = variant.transposed_w;
+  call.float_out = variant.float_out;
+  call.x = x;
+  call.w = w;
+  call.y = y;
+  call.arena = layout_;
+  call.arenas = arenas_.data();
+  call.rank = rank.number;
+  call.multiprocessors = multiprocessors == 0 ? rank.multiprocessors : schedule::smaller(multiprocessors, rank.multiprocessors);
+  call.timeout_ns = kTimeoutNs;
+  call.stuck = stuck_;
+  std::string why = sm90::unsupported(call);
+  if (why.empty() && !layout_.fits(demand_of(variant.op, geometry, variant.float_out))) why = "the arena is too small";
+  if (!why.empty()) {
+    std::printf("BAD: a call that the kernels don't take: %s; at %s\n", why.c_str(), Progress::where().c_str());
+    ++failed;
+    std::_Exit(conclude());
+  }
+  CHECK_CUDA(sm90::launch(call, rank.stream));
+  ++rank.epoch;
+}
+
+std::string EmulatedTeam::arena_fault() {
+  finish();
+  std::string fault;
+  std::vector<uint32_t> words(layout_.signals_offset() / 4);
+  each([&](Rank& rank) {
+    CHECK_CUDA(cudaMemcpyAsync(words.data(), rank.arena, words.size() * 4, cudaMemcpyDeviceToHost, rank.stream));
+    CHECK_CUDA(cudaStreamSynchronize(rank.stream));
+    if (!fault.empty()) return;
+    sm90::Control control;
+    std::memcpy(&control, words.data(), sizeof control);
+    std::string where = "the arena of rank " + std::to_string(rank.number) + ": ";
+    if (control.queue != uint64_t{rank.epoch} << 32)
+      fault = where + "epoch " + std::to_string(control.queue >> 32) + ", claims " +
+              std::to_string(static_cast<uint32_t>(control.queue)) + " in place of epoch " + std::to_string(rank.epoch) +
+              ", claims 0";
+    else if (control.push[rank.epoch & 1] != 0)
+      fault = where + "the next call's push queue is at " + std::to_string(control.push[rank.epoch & 1]);
+    else if (std::any_of(words.begin() + layout_.arrivals_offset() / 4, words.end(), [](uint32_t count) { return count != 0; }))
+      fault = where + "arrivals are left";
+  });
+  return fault;
+}
+
+void EmulatedTeam::describe() const {
+  for (Rank const& rank : ranks_) {
+    if (cudaSetDevice(rank.device) != cudaSuccess) return;
+    bool idle = cudaStreamQuery(rank.stream) == cudaSuccess;
+    sm90::Control control;
+    cudaError_t error = cudaMemcpyAsync(&control, rank.arena, sizeof control, cudaMemcpyDeviceToHost, rank.probe);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(rank.probe);
+    std::printf("rank %u: stream %s, next epoch to launch %u", rank.number, idle ? "idle" : "busy", rank.epoch);
+    if (error == cudaSuccess)
+      std::printf(", at epoch %u, claims %u\n", static_cast<uint32_t>(control.queue >> 32),
+                  static_cast<uint32_t>(control.queue));
+    else
+      std::printf(", %s\n", cudaGetErrorString(error));
+    std::fflush(stdout);
+  }
+}
+
+schedule::ArenaDemand demand_of(Op op, schedule::Geometry const& geometry, bool float_out) {
+  return schedule::arena_demand(op, geometry, schedule::kSm90Parts, op == Op::kMatmulReduceScatter && float_out ? 4 : 2);
+}
+
+}  // namespace teams

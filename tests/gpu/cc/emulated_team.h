@@ -1,0 +1,99 @@
+// A team whose ranks share the GPUs that are there: rank r lives on device r % devices, with a stream and an arena of its own.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernel/sm90.h"
+#include "progress.h"
+
+namespace teams {
+
+// What stays the same for all ranks of one call.
+struct Variant {
+  entwine::schedule::Op op;
+  entwine::schedule::Transport transport;
+  bool transposed_w, float_out;
+  uint32_t lead, pushers;
+};
+std::string to_string(Variant const& variant);
+std::string to_string(entwine::schedule::Geometry const& geometry);
+
+// How many devices a team can use: those of compute capability 9.0 that reach each other's memory, from device 0 on. Loads the
+// kernels on them.
+int prepare_devices();
+
+// Device memory, handed out from the front.
+class Pool {
+ public:
+  void allocate(uint64_t bytes);
+  void free();
+  void clear() { used_ = 0; }
+  uint8_t* take(uint64_t bytes);  // with a gap on each side
+  uint8_t* base() const { return base_; }
+  uint64_t used() const { return used_; }
+
+ private:
+  uint8_t* base_ = nullptr;
+  uint64_t size_ = 0, used_ = 0;
+};
+
+struct Rank {
+  uint32_t number;
+  int device;
+  cudaStream_t stream, probe;  // `probe` is for looking at a rank that hangs
+  uint8_t* arena;
+  Pool pool;
+  uint32_t multiprocessors;  // its share of the device
+  uint32_t epoch;            // of its next call
+};
+
+class EmulatedTeam {
+ public:
+  // start_epochs() comes next.
+  EmulatedTeam(uint32_t ranks, int devices, entwine::schedule::ArenaLayout const& layout, uint64_t pool_bytes);
+  ~EmulatedTeam();
+  EmulatedTeam(EmulatedTeam const&) = delete;
+  EmulatedTeam& operator=(EmulatedTeam const&) = delete;
+
+  uint32_t size() const { return static_cast<uint32_t>(ranks_.size()); }
+
+  // Calls back with every rank, its device being the current one.
+  template <typename F>
+  void each(F f) {
+    for (Rank& rank : ranks_) {
+      CHECK_CUDA(cudaSetDevice(rank.device));
+      f(rank);
+    }
+  }
+  // Waits for all streams.
+  void finish();
+
+  // Poisons all staging, and leaves control and signals as they are before the call with this epoch. Waits.
+  void start_epochs(uint32_t epoch);
+  // Poisons what a call may use of both halves. Waits.
+  void poison_staging(entwine::schedule::ArenaDemand const& demand);
+
+  // `multiprocessors` is a limit: 0 is the rank's share.
+  void launch(Rank& rank, entwine::schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
+              void* y, uint32_t multiprocessors = 0);
+
+  // Whether all arenas are as they must be between calls: "" or what is wrong. Waits.
+  std::string arena_fault();
+
+  // Prints how far each rank has come, also while kernels hang.
+  void describe() const;
+
+ private:
+  entwine::schedule::ArenaLayout layout_;
+  entwine::schedule::StuckReport* stuck_;
+  std::vector<Rank> ranks_;
+  std::vector<uint8_t*> arenas_;
+};
+
+entwine::schedule::ArenaDemand demand_of(entwine::schedule::Op op, entwine::schedule::Geometry const& geometry, bool float_out);
+
+}  // namespace teams

@@ -1,0 +1,133 @@
+// What the kernels must compute, naively and in integers. Operands are functions of a seed, so an expectation reads no memory
+// that a kernel under test could have spoilt, and needs no peer.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "schedule/geometry.h"
+
+namespace teams {
+
+using entwine::schedule::Geometry;
+using entwine::schedule::Op;
+using bf16 = __nv_bfloat16;
+
+// -1, 0 or 1.
+ENTWINE_HOST_DEVICE int element(uint32_t seed, uint32_t index) {
+  uint32_t h = index * 0x9e3779b9u + seed * 0x85ebca6bu;
+  h = (h ^ h >> 16) * 0x7feb352du;
+  h = (h ^ h >> 15) * 0x846ca68bu;
+  h ^= h >> 16;
+  return static_cast<int>(uint64_t{h} * 3 >> 32) - 1;
+}
+
+// Seeds of one rank's operands in one call.
+ENTWINE_HOST_DEVICE uint32_t x_seed(uint32_t seed, uint32_t rank) { return seed * 16 + rank; }
+ENTWINE_HOST_DEVICE uint32_t w_seed(uint32_t seed, uint32_t rank) { return seed * 16 + 8 + rank; }
+
+struct Question {
+  Op op;
+  Geometry geometry;
+  uint32_t seed, rank;
+};
+
+ENTWINE_HOST_DEVICE uint32_t y_elements(Op op, Geometry const& g) {
+  return g.batch * g.m_shard * g.n * (op == Op::kAllGatherMatmul ? g.ranks : 1);
+}
+ENTWINE_HOST_DEVICE uint32_t x_elements(Op op, Geometry const& g) {
+  return g.batch * g.m_shard * g.k * (op == Op::kAllGatherMatmul ? 1 : g.ranks);
+}
+
+// Row `row` of x_rank's x times column `col` of w_rank's w.
+ENTWINE_HOST_DEVICE int product(Question const& q, uint32_t x_rank, uint32_t row, uint32_t w_rank, uint32_t col) {
+  Geometry const& g = q.geometry;
+  uint32_t x = x_seed(q.seed, x_rank), w = w_seed(q.seed, w_rank);
+  int sum = 0;
+  for (uint32_t p = 0; p < g.k; ++p) sum += element(x, row * g.k + p) * element(w, p * g.n + col);
+  return sum;
+}
+
+// Partial sums travel in the result's type. Sums of some hundred such terms are far below 256, up to which bf16 holds integers;
+// one that isn't would make the expectation wrong, so it gives what no kernel can.
+constexpr int kExact = 256;
+constexpr float kNoExpectation = 1e30f;
+
+// Element `index` of y, before it is rounded to y's type.
+ENTWINE_HOST_DEVICE float expected(Question const& q, uint32_t index) {
+  Geometry const& g = q.geometry;
+  uint32_t row = index / g.n, col = index - row * g.n, chunk = row / g.m_shard, in_chunk = row - chunk * g.m_shard;
+  int sum = 0;
+  if (q.op == Op::kAllGatherMatmul) {  // y's chunks: (batch, owner)
+    uint32_t batch = chunk / g.ranks, owner = chunk - batch * g.ranks;
+    sum = product(q, owner, batch * g.m_shard + in_chunk, q.rank, col);
+  } else {  // y has one chunk a batch, x has (batch, owner)
+    for (uint32_t r = 0; r < g.ranks; ++r) {
+      int partial = product(q, r, (chunk * g.ranks + q.rank) * g.m_shard + in_chunk, r, col);
+      if (partial > kExact || partial < -kExact) return kNoExpectation;
+      sum += partial;
+    }
+  }
+  return static_cast<float>(sum);
+}
+
+__device__ __forceinline__ uint32_t first_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ uint32_t index_step() { return gridDim.x * blockDim.x; }
+
+static __global__ void fill_x(bf16* x, uint32_t count, uint32_t seed) {
+  for (uint32_t i = first_index(); i < count; i += index_step()) x[i] = __int2bfloat16_rn(element(seed, i));
+}
+
+// w as (k, n), or as (n, k).
+static __global__ void fill_w(bf16* w, uint32_t n, uint32_t k, bool transposed, uint32_t seed) {
+  for (uint32_t i = first_index(); i < n * k; i += index_step()) {
+    uint32_t row = i / n, col = i - row * n;
+    w[transposed ? col * k + row : i] = __int2bfloat16_rn(element(seed, i));
+  }
+}
+
+static __global__ void fill_expected(float* want, Question q) {
+  uint32_t count = y_elements(q.op, q.geometry);
+  for (uint32_t i = first_index(); i < count; i += index_step()) want[i] = expected(q, i);
+}
+
+// y has guards of poison on both sides.
+constexpr uint32_t kGuardBytes = 256;
+constexpr uint8_t kPoison = 0xff;  // a byte of a NaN of either type
+
+// All zeros if everything is right; else how many elements are not, and ~position << 32 | bits of the first of them, what it is
+// and what it should be. Positions count from the start of the guard.
+struct Verdict {
+  unsigned long long bad, got, want;
+};
+
+__device__ __forceinline__ uint32_t bits_of(float value, uint32_t) { return __float_as_uint(value); }
+__device__ __forceinline__ uint32_t bits_of(float value, uint16_t) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
+
+// Bit for bit, but for the sign of a zero. Bits is uint32_t for float32, uint16_t for bf16.
+template <typename Bits>
+static __global__ void compare(Bits const* guarded, float const* want, uint32_t count, Verdict* verdict) {
+  constexpr uint32_t kGuard = kGuardBytes / sizeof(Bits);
+  for (uint32_t i = first_index(); i < count + 2 * kGuard; i += index_step()) {
+    bool inside = i >= kGuard && i < kGuard + count;
+    uint32_t got = guarded[i], right = inside ? bits_of(want[i - kGuard], Bits()) : uint32_t{static_cast<Bits>(~Bits())};
+    if (inside && got == 1u << (8 * sizeof(Bits) - 1)) got = 0;
+    if (got == right) continue;
+    unsigned long long position = static_cast<unsigned long long>(~i) << 32;
+    atomicAdd(&verdict->bad, 1ull);
+    atomicMax(&verdict->got, position | got);
+    atomicMax(&verdict->want, position | right);
+  }
+}
+
+static __global__ void delay(uint64_t nanoseconds) {
+  auto now = [] {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+  };
+  for (uint64_t start = now(); now() - start < nanoseconds;) __nanosleep(500);
+}
+
+}  // namespace teams

@@ -1,0 +1,364 @@
+// The kernels themselves, without JAX and NCCL, in teams of 2 to 8 ranks that share the GPUs which are there.
+//
+//   teams_test [RANKS ...]      teams of these sizes, by default all
+//
+// Exact: every shape, op, transport, layout and type against a naive expectation, with staging and y poisoned before each call.
+// Stress: many calls back to back on one arena, of both ops and two shapes, with ranks delayed at random, with few clusters
+// (the progress rule) and with epochs that wrap around.
+//
+// Exit status: 0 all passed, 1 something failed, 2 no GPU that can run this, 3 a hang.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "emulated_team.h"
+#include "expectation.cuh"
+
+namespace teams {
+namespace {
+
+using namespace entwine;
+using schedule::Transport;
+
+constexpr uint32_t kThreads = 256;
+constexpr uint64_t kPoolBytes = 448ull << 20;
+
+uint32_t blocks_for(uint32_t count) { return schedule::smaller(schedule::ceil_div(count, kThreads), 4096); }
+
+Geometry geometry_of(uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k) {
+  return {ranks, batch, m_shard, n, k, schedule::kSm90TileM, schedule::kSm90TileN};
+}
+
+struct Guarded {
+  uint8_t* begin;  // of the first guard
+  uint64_t bytes;
+  void* y() const { return begin + kGuardBytes; }
+};
+
+Guarded take_y(Pool& pool, Op op, Geometry const& g, bool float_out) {
+  uint64_t bytes = uint64_t{y_elements(op, g)} * (float_out ? 4 : 2) + 2 * kGuardBytes;
+  return {pool.take(bytes), bytes};
+}
+
+void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, Op op, Geometry const& g, bool float_out,
+                     Verdict* verdict) {
+  uint32_t count = y_elements(op, g);
+  if (float_out)
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, count, verdict);
+  else
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, count, verdict);
+  CHECK_CUDA(cudaGetLastError());
+}
+
+float value_of(uint32_t bits, bool float_out) {
+  if (!float_out) bits <<= 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// "" or what is wrong with one rank's y.
+std::string fault_of(Verdict const& verdict, uint32_t rank, Geometry const& g, Variant const& v) {
+  if (verdict.bad == 0) return "";
+  auto got = static_cast<uint32_t>(verdict.got), want = static_cast<uint32_t>(verdict.want);
+  uint32_t count = y_elements(v.op, g), rows = count / g.n / g.batch;
+  uint32_t index = ~static_cast<uint32_t>(verdict.got >> 32) - kGuardBytes / (v.float_out ? 4 : 2);
+  char first[160];
+  if (index >= count)
+    std::snprintf(first, sizeof first, "y overrun at element %d of %u, now %#x", static_cast<int>(index), count, got);
+  else
+    std::snprintf(first, sizeof first, "y[%u, %u, %u] is %g (%#x), should be %g (%#x)", index / g.n / rows, index / g.n % rows,
+                  index % g.n, static_cast<double>(value_of(got, v.float_out)), got,
+                  static_cast<double>(value_of(want, v.float_out)), want);
+  return to_string(v) + ", " + to_string(g) + ", rank " + std::to_string(rank) + ": " + first + ", the first of " +
+         std::to_string(verdict.bad);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- exact
+
+constexpr uint32_t kBatches[] = {1, 3}, kRows[] = {1, 100, 129, 300}, kColumns[] = {8, 136, 520}, kDepths[] = {8, 72, 520};
+
+std::vector<Geometry> exact_shapes(uint32_t ranks) {
+  std::vector<Geometry> shapes;
+  for (uint32_t batch : kBatches)
+    for (uint32_t m_shard : kRows)
+      for (uint32_t n : kColumns)
+        for (uint32_t k : kDepths) shapes.push_back(geometry_of(ranks, batch, m_shard, n, k));
+  return shapes;
+}
+
+constexpr uint32_t kLeads[] = {0, 3, 58, 1u << 20};  // 0: the schedule raises it; 1 << 20: all remote tiles first
+constexpr char const* kFamilies[] = {"all_gather_matmul", "matmul_reduce_scatter pull", "matmul_reduce_scatter push"};
+uint32_t family_of(Variant const& v) { return v.op == Op::kAllGatherMatmul ? 0 : v.transport == Transport::kPull ? 1 : 2; }
+
+std::vector<Variant> exact_variants() {
+  std::vector<Variant> variants;
+  for (bool transposed_w : {false, true})
+    for (bool float_out : {false, true}) {
+      for (uint32_t pushers : {1u, schedule::kSm90Pushers})
+        variants.push_back({Op::kAllGatherMatmul, Transport::kPull, transposed_w, float_out, kLeads[2], pushers});
+      for (Transport transport : {Transport::kPull, Transport::kPush})
+        for (uint32_t lead : {kLeads[0], kLeads[3]})
+          variants.push_back({Op::kMatmulReduceScatter, transport, transposed_w, float_out, lead, schedule::kSm90Pushers});
+    }
+  return variants;
+}
+
+struct ExactBuffers {
+  bf16 *x, *w[2];  // w by whether it is transposed; all_gather_matmul's x is the front of the other op's
+  float* want[2];  // by op
+  Guarded y;       // room for any variant's
+  Verdict* verdicts;
+};
+
+void exact(EmulatedTeam& team) {
+  std::string team_name = "team of " + std::to_string(team.size()) + ", exact ";
+  std::vector<Variant> variants = exact_variants();
+  std::vector<Verdict> verdicts(variants.size());
+  std::string faults[3];
+  uint32_t calls[3] = {}, seed = 1;
+  team.start_epochs(0);
+  for (Geometry const& g : exact_shapes(team.size())) {
+    Progress::at(team_name + to_string(g) + ": operands and expectations");
+    ++seed;
+    std::vector<ExactBuffers> all(team.size());
+    team.each([&](Rank& rank) {
+      ExactBuffers& b = all[rank.number];
+      Pool& pool = rank.pool;
+      pool.clear();
+      uint32_t x_count = x_elements(Op::kMatmulReduceScatter, g), w_count = g.n * g.k;
+      b.x = reinterpret_cast<bf16*>(pool.take(uint64_t{x_count} * 2));
+      for (bf16*& w : b.w) w = reinterpret_cast<bf16*>(pool.take(uint64_t{w_count} * 2));
+      b.y = take_y(pool, Op::kAllGatherMatmul, g, true);
+      for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+        b.want[static_cast<uint32_t>(op)] = reinterpret_cast<float*>(pool.take(uint64_t{y_elements(op, g)} * 4));
+      b.verdicts = reinterpret_cast<Verdict*>(pool.take(variants.size() * sizeof(Verdict)));
+      // What lies around the operands is poison.
+      CHECK_CUDA(cudaMemsetAsync(pool.base(), kPoison, pool.used(), rank.stream));
+      CHECK_CUDA(cudaMemsetAsync(b.verdicts, 0, variants.size() * sizeof(Verdict), rank.stream));
+      fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, x_count, x_seed(seed, rank.number));
+      for (bool transposed : {false, true})
+        fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w[transposed], g.n, g.k, transposed,
+                                                                  w_seed(seed, rank.number));
+      for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+        fill_expected<<<blocks_for(y_elements(op, g)), kThreads, 0, rank.stream>>>(b.want[static_cast<uint32_t>(op)],
+                                                                                   {op, g, seed, rank.number});
+      CHECK_CUDA(cudaGetLastError());
+    });
+
+    for (size_t i = 0; i < variants.size(); ++i) {
+      Variant const& v = variants[i];
+      Progress::at(team_name + to_string(v) + ", " + to_string(g));
+      ++calls[family_of(v)];
+      team.each([&](Rank& rank) {
+        CHECK_CUDA(cudaMemsetAsync(all[rank.number].y.begin, kPoison, all[rank.number].y.bytes, rank.stream));
+      });
+      team.poison_staging(demand_of(v.op, g, v.float_out));
+      team.each([&](Rank& rank) {
+        ExactBuffers const& b = all[rank.number];
+        team.launch(rank, g, v, b.x, b.w[v.transposed_w], b.y.y());
+      });
+      team.each([&](Rank& rank) {
+        ExactBuffers const& b = all[rank.number];
+        enqueue_compare(rank, b.y, b.want[static_cast<uint32_t>(v.op)], v.op, g, v.float_out, &b.verdicts[i]);
+      });
+      team.finish();
+    }
+    team.each([&](Rank& rank) {
+      CHECK_CUDA(cudaMemcpyAsync(verdicts.data(), all[rank.number].verdicts, verdicts.size() * sizeof(Verdict),
+                                 cudaMemcpyDeviceToHost, rank.stream));
+      CHECK_CUDA(cudaStreamSynchronize(rank.stream));
+      for (size_t i = 0; i < variants.size(); ++i) {
+        std::string& fault = faults[family_of(variants[i])];
+        if (fault.empty()) fault = fault_of(verdicts[i], rank.number, g, variants[i]);
+      }
+    });
+  }
+  for (uint32_t i = 0; i < 3; ++i) report(team_name + kFamilies[i] + ", " + std::to_string(calls[i]) + " calls", faults[i]);
+  report(team_name + "state of the arenas", team.arena_fault());
+}
+
+// --------------------------------------------------------------------------------------------------------------- stress
+
+constexpr uint32_t kStressCalls = 30;
+
+// One with many tiles, whatever the team, one that is all tails.
+std::vector<Geometry> stress_shapes(uint32_t ranks) {
+  return {geometry_of(ranks, 1, 4500 / ranks, 1160, 136), geometry_of(ranks, 3, 129, 136, 72)};
+}
+
+struct Stress {
+  char const* name;
+  uint32_t multiprocessors;  // 0: the rank's share
+  uint32_t first_epoch;
+};
+constexpr Stress kStresses[] = {
+    {"all clusters", 0, 0},
+    {"1 cluster a rank", 2, 0},
+    {"2 clusters a rank", 4, 0},
+    {"epochs wrap", 0, 0xfffffffd},
+    {"1 cluster a rank, epochs wrap", 2, 0xfffffffd},
+};
+
+struct StressCall {
+  Geometry geometry;
+  Variant variant;
+  uint32_t seed;
+  struct Buffers {
+    bf16 *x, *w;
+    Guarded y;
+  };
+  std::vector<Buffers> rank;
+};
+
+void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
+  std::string name = "team of " + std::to_string(team.size()) + ", stress, " + stress.name;
+  Progress::at(name + ": operands");
+  std::minstd_rand random(1 + run * 64 + team.size());
+  auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() >> 8) % n; };
+
+  std::vector<Geometry> shapes = stress_shapes(team.size());
+  std::vector<StressCall> calls(kStressCalls);
+  for (uint32_t i = 0; i < kStressCalls; ++i) {
+    StressCall& call = calls[i];
+    // In twelve calls, either half of the staging sees each op with each shape, and each op after each.
+    call.geometry = shapes[i % 3 % 2];
+    call.variant = {(i + 1) / 2 % 2 == 0 ? Op::kAllGatherMatmul : Op::kMatmulReduceScatter,
+                    below(2) == 0 ? Transport::kPull : Transport::kPush,
+                    below(2) == 0,
+                    below(2) == 0,
+                    kLeads[below(4)],
+                    below(4) == 0 ? 1 : schedule::kSm90Pushers};
+    call.seed = 1000 + run * kStressCalls + i;
+    call.rank.resize(team.size());
+  }
+
+  std::vector<float*> want(team.size());
+  std::vector<Verdict*> verdicts(team.size());
+  team.each([&](Rank& rank) {
+    Pool& pool = rank.pool;
+    pool.clear();
+    uint32_t most = 0;
+    for (StressCall& call : calls) {
+      StressCall::Buffers& b = call.rank[rank.number];
+      Geometry const& g = call.geometry;
+      Variant const& v = call.variant;
+      b.x = reinterpret_cast<bf16*>(pool.take(uint64_t{x_elements(v.op, g)} * 2));
+      b.w = reinterpret_cast<bf16*>(pool.take(uint64_t{g.n} * g.k * 2));
+      b.y = take_y(pool, v.op, g, v.float_out);
+      most = schedule::larger(most, y_elements(v.op, g));
+    }
+    want[rank.number] = reinterpret_cast<float*>(pool.take(uint64_t{most} * 4));
+    verdicts[rank.number] = reinterpret_cast<Verdict*>(pool.take(kStressCalls * sizeof(Verdict)));
+    CHECK_CUDA(cudaMemsetAsync(pool.base(), kPoison, pool.used(), rank.stream));
+    CHECK_CUDA(cudaMemsetAsync(verdicts[rank.number], 0, kStressCalls * sizeof(Verdict), rank.stream));
+    for (StressCall const& call : calls) {
+      StressCall::Buffers const& b = call.rank[rank.number];
+      Geometry const& g = call.geometry;
+      uint32_t x_count = x_elements(call.variant.op, g), w_count = g.n * g.k;
+      fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, x_count, x_seed(call.seed, rank.number));
+      fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w, g.n, g.k, call.variant.transposed_w,
+                                                                w_seed(call.seed, rank.number));
+      CHECK_CUDA(cudaGetLastError());
+    }
+  });
+  team.start_epochs(stress.first_epoch);
+
+  // The host only enqueues; the ranks run apart as far as their delays and the protocol let them.
+  Progress::at(name + ": launches");
+  for (uint32_t i = 0; i < kStressCalls; ++i) {
+    StressCall const& call = calls[i];
+    team.each([&](Rank& rank) {
+      if (below(10) < 3) delay<<<1, 1, 0, rank.stream>>>(below(200'000));
+      CHECK_CUDA(cudaGetLastError());
+      StressCall::Buffers const& b = call.rank[rank.number];
+      team.launch(rank, call.geometry, call.variant, b.x, b.w, b.y.y(), stress.multiprocessors);
+    });
+  }
+  Progress::at(name + ": " + std::to_string(kStressCalls) + " calls are running");
+  team.finish();
+
+  Progress::at(name + ": comparison");
+  std::string fault = team.arena_fault();
+  team.each([&](Rank& rank) {
+    for (uint32_t i = 0; i < kStressCalls; ++i) {
+      StressCall const& call = calls[i];
+      Geometry const& g = call.geometry;
+      Op op = call.variant.op;
+      fill_expected<<<blocks_for(y_elements(op, g)), kThreads, 0, rank.stream>>>(want[rank.number],
+                                                                                 {op, g, call.seed, rank.number});
+      CHECK_CUDA(cudaGetLastError());
+      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], op, g, call.variant.float_out,
+                      &verdicts[rank.number][i]);
+    }
+  });
+  team.each([&](Rank& rank) {
+    Verdict found[kStressCalls];
+    CHECK_CUDA(cudaMemcpyAsync(found, verdicts[rank.number], sizeof found, cudaMemcpyDeviceToHost, rank.stream));
+    CHECK_CUDA(cudaStreamSynchronize(rank.stream));
+    for (uint32_t i = 0; i < kStressCalls && fault.empty(); ++i) {
+      fault = fault_of(found[i], rank.number, calls[i].geometry, calls[i].variant);
+      if (!fault.empty()) fault = "call " + std::to_string(i) + ", " + fault;
+    }
+  });
+  report(name + ", " + std::to_string(kStressCalls) + " calls", fault);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- teams
+
+// The one that every call of the team's tests fits into.
+schedule::ArenaLayout layout_of(uint32_t ranks) {
+  schedule::ArenaLayout layout{ranks, 0, 0};
+  std::vector<Geometry> shapes = exact_shapes(ranks);
+  for (Geometry const& g : stress_shapes(ranks)) shapes.push_back(g);
+  for (Geometry const& g : shapes)
+    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
+      schedule::ArenaDemand demand = demand_of(op, g, true);
+      layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
+      if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
+    }
+  return layout;
+}
+
+void test_team(uint32_t ranks, int devices) {
+  Progress::at("team of " + std::to_string(ranks) + ": memory");
+  EmulatedTeam team(ranks, devices, layout_of(ranks), kPoolBytes);
+  Watchdog watchdog([&team] { team.describe(); });
+  exact(team);
+  for (uint32_t i = 0; i < std::size(kStresses); ++i) stress(team, kStresses[i], i);
+}
+
+int run(int count, char** arguments) {
+  // One hardware queue a stream: kernels of ranks that share a GPU must not wait for each other to be launched. And nothing may
+  // be loaded while kernels spin. Both are read when CUDA starts.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  int devices = prepare_devices();
+  if (devices == 0) {
+    std::printf("no GPU of compute capability 9.0\n");
+    return 2;
+  }
+  std::printf("%d GPU%s\n", devices, devices == 1 ? "" : "s");
+  std::vector<uint32_t> sizes;
+  for (int i = 1; i < count; ++i) sizes.push_back(static_cast<uint32_t>(std::atoi(arguments[i])));
+  if (sizes.empty()) sizes = {2, 3, 4, 5, 6, 7, 8};
+  for (uint32_t ranks : sizes) {
+    if (ranks < 2 || ranks > schedule::kMaxRanks) {
+      std::printf("teams have 2 to %u ranks\n", schedule::kMaxRanks);
+      return 1;
+    }
+    test_team(ranks, devices);
+  }
+  return conclude();
+}
+
+}  // namespace
+}  // namespace teams
+
+int main(int count, char** arguments) { return teams::run(count, arguments); }
