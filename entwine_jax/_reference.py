@@ -39,7 +39,7 @@ def gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
 
 
 def weight_gradient(op: str, x: jax.Array, g: jax.Array, axis_name: AxisNames, *, precision: Any) -> jax.Array:
-    """dw (k, n) from x and the cotangent of the result, summed over batch and rows, in x's dtype as JAX's own dot does."""
+    """dw (k, n) from x and the cotangent of the result, summed over batch and rows; in x's dtype, as JAX's own dot."""
     if op == "all_gather_matmul":
         x = gather(x, axis_name)
     else:

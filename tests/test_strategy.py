@@ -51,6 +51,12 @@ def test_predictions_decide(op):
         rows = m // 2 if op == "all_gather_matmul" else m
         choice = choose(op, size=2, m=rows, n=n, k=k)
         assert choice.strategy == "fused" and choice.reason.startswith("predicted"), choice
+    # Measured on two H200s: 34 us fused against 57 on XLA, and 69 to 108 us fused against 38 to 95.
+    scatter = op == "matmul_reduce_scatter"
+    if scatter:
+        assert choose(op, size=2, m=64, n=4096, k=1792).strategy == "fused"
+    for m, n, k in ((64, 8192, 3584), (128, 8192, 3584)) if scatter else ((8, 3584, 8192), (256, 3584, 8192)):
+        assert choose(op, size=2, m=m, n=n, k=k).strategy == "xla"
     few = choose(op, size=2, m=32, n=4096, k=8192)
     assert few.strategy == "xla" and few.plan is None and "us on XLA" in few.reason, few
     assert choose(op, size=2, m=32, n=4096, k=8192, strategy="fused").strategy == "fused"

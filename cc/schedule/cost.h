@@ -15,9 +15,10 @@ namespace cost {
 
 // A persistent kernel: launch, prologue, first loads, drain; each tile: k blocks at the cluster's sustained rate, and its
 // epilogue.
-constexpr double kLaunchUs = 8, kTileUs = 2.5;
+// With few tiles the kernel is bound by how fast their columns of w stream in.
+constexpr double kLaunchUs = 8, kTileUs = 2.5, kStreamBytesPerUs = 1.1e6;
 // XLA: a GEMM of any tile shape at cuBLAS' rate or memory's, and NCCL before or after it.
-constexpr double kGemmUs = 4, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 15, kNcclBytesPerUs = 0.205e6;
+constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 24, kNcclBytesPerUs = 0.205e6;
 constexpr double kLinkBytesPerUs = kSm90LinkBytesPerSecond * 1e-6;
 
 constexpr double larger(double a, double b) { return a < b ? b : a; }
@@ -28,7 +29,8 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
       kTileUs + ceil_div(g.k, 64) * (2.0 * g.tile_m * g.tile_n * 64 / (kSm90FlopsPerSecond * 1e-6 / kSm90Clusters));
   double waves = ceil_div(g.tiles(), kSm90Clusters);
   double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, 2) : partials_bytes(g, 1) * out_bytes;
-  return kLaunchUs + larger(waves * tile_us, per_peer * (g.ranks - 1) / kLinkBytesPerUs);
+  double stream_us = 2.0 * g.n * g.k / kStreamBytesPerUs;
+  return kLaunchUs + larger(larger(waves * tile_us, stream_us), per_peer * (g.ranks - 1) / kLinkBytesPerUs);
 }
 
 constexpr double xla_us(Op op, Geometry const& g, double out_bytes) {
