@@ -1,0 +1,286 @@
+"""collective_matmul: jnp.matmul on global arrays, whose shardings pick the collective matmul that runs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _checks, _config, _lowering, _ops, _partitioning, _placed, _selection, _spread
+from ._config import Config
+from ._ops import AxisName
+from ._placed import Place
+from ._selection import OPERANDS
+from ._spread import Call
+
+OP = "collective_matmul"
+
+
+def collective_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    axis_name: AxisName | None = None,
+    out_sharding: PartitionSpec | NamedSharding | None = None,
+    bias: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: Any = None,
+    strategy: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """``jnp.matmul(x, w) + bias`` on global arrays, their collective running while the product does.
+
+    The shardings choose, for ``y[..., m, n] = x[..., m, k] @ w[k, n]`` and any mesh axis ``t``:
+
+    ==========  ==========  ==============  ============================================
+    x           w           y               runs as
+    ==========  ==========  ==============  ============================================
+    m over t    n over t    n over t        `all_gather_matmul`
+    k over t    k over t    m over t        `matmul_reduce_scatter`
+    k over t    k over t    not over t      a dot and a psum, XLA's own
+    otherwise                               a plain dot, left to XLA
+    ==========  ==========  ==============  ============================================
+
+    Other axes may shard leading dimensions, and rows as the major axes before ``t``. Gradients choose the same way.
+    `explain` tells what was chosen and why; under ``strategy="fused"`` a plain dot that needs a collective is an error.
+
+    How the shardings are known depends on where it is called:
+
+    * under ``jax.jit`` with automatic sharding: as Shardy propagates them. A product of k-sharded operands is a
+      reduce-scatter where something asks for sharded rows: ``out_sharding``, a constraint, a residual connection.
+      Otherwise it is an all-reduce.
+    * on meshes of explicit axes (``jax.make_mesh``'s default): from the types of x and w, and ``out_sharding``.
+    * inside ``jax.shard_map``, where JAX doesn't know them: from ``axis_name`` and ``out_sharding``, a
+      `PartitionSpec` of y over that axis: columns mean `all_gather_matmul`, rows `matmul_reduce_scatter`, neither a
+      psum. If the axis is manual there, x and w are one rank's shards; if it is automatic (``shard_map``'s
+      ``axis_names`` holds others only), they are whole along it. Explicit axes are known there too.
+
+    Args:
+      x: leading dimensions, rows, contraction.
+      w: a matrix.
+      axis_name: the mesh axis of the team, or a tuple of axes from major to minor. Outside of ``jax.shard_map`` it
+        restricts the choice to that team; by default any axis will do.
+      out_sharding: where y shall lie.
+      bias: added to every row of y, rounded to y's dtype; of shape (n,), or a rank's shard of that where w is one.
+      preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
+      precision: as in ``jnp.matmul``.
+      strategy: as in `all_gather_matmul`.
+      config: overrides for the fused schedule.
+
+    Returns:
+      y.
+
+    Raises:
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
+      ValueError: an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that JAX can't know.
+      NotImplementedError: ``strategy="fused"`` can't run these shardings, types, shapes or devices.
+
+      Under automatic sharding, what only the partitioner can see comes as a ``jax.errors.JaxRuntimeError`` that holds
+      the message.
+    """
+    x, w = _checks.arrays(OP, x, w)
+    settings = _config.resolve(OP, strategy, config)
+    _checks.shapes(OP, x.shape, w.shape, 1, ())
+    operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
+    names = _names(axis_name)
+    spec = _spec(out_sharding, x.ndim)
+    x, w = x.astype(operand), w.astype(operand)
+    call = Call("y", dtype, precision, settings, names)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {*mesh.manual_axes}
+    free = [
+        name for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if name not in manual and size > 1
+    ]
+    if manual and names is not None and {*names} <= manual:
+        y = _ops.on_ranks(_wanted(names, spec), x, w, names, preferred_element_type, precision, strategy, config)
+    elif manual and not free:
+        raise ValueError(
+            f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
+            "doesn't know of what; say so with axis_name= one of these axes and out_sharding=, "
+            "or write x @ w for the product of the shards alone"
+            + ("" if names is None else f" (axis_name={_checks.axis(names)} is none of them)")
+        )
+    else:
+        y = _global(call, x, w, out_sharding, spec)
+    return y if bias is None else _biased(y, bias, w.shape[1])
+
+
+def _global(
+    call: Call, x: jax.Array, w: jax.Array, out_sharding: PartitionSpec | NamedSharding | None, spec: Any
+) -> jax.Array:
+    """x and w are whole, along the axes that aren't manual at least."""
+    mesh = _mesh(x, w)
+    if {*mesh.explicit_axes} - {*mesh.manual_axes}:
+        return _explicit(call, mesh, x, w, out_sharding, spec)
+    for name in call.axis_name or ():
+        if not mesh.empty and name not in mesh.axis_names:
+            raise ValueError(f"entwine_jax.{OP}: axis_name={name!r} is not an axis of the mesh {_axes(mesh)}")
+    if mesh.manual_axes:
+        return _partial(call, mesh, x, w, spec)
+    if isinstance(out_sharding, PartitionSpec) and mesh.empty:
+        raise ValueError(
+            f"entwine_jax.{OP}: out_sharding={out_sharding} needs a mesh: call it under jax.set_mesh, "
+            "or pass a jax.NamedSharding"
+        )
+    y: jax.Array = _automatic(call, out_sharding, x, w)
+    return y
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    y: jax.Array = _product(call, None, x, w, None)
+    return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+
+
+def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> jax.Array:
+    """Inside a shard_map over other axes: the team's own is automatic, and no one says where x and w lie."""
+    team = call.axis_name
+    if team is None or spec is None:
+        raise ValueError(
+            f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)}, x and w may be sharded over the "
+            "other axes of the mesh, and JAX doesn't know how; say so with axis_name= one of those and out_sharding="
+        )
+    for name in team:
+        if name in mesh.manual_axes:
+            raise ValueError(
+                f"entwine_jax.{OP}: axis_name={_checks.axis(team)} is manual here in part, {name!r} is: "
+                "make all of it manual in jax.shard_map's axis_names, or none"
+            )
+    op, rows, none = _wanted(team, spec), PartitionSpec, [None] * (x.ndim - 2)
+    specs = {
+        "all_gather_matmul": (rows(*none, team, None), rows(None, team), rows(*none, None, team)),
+        "matmul_reduce_scatter": (rows(*none, None, team), rows(team, None), rows(*none, team, None)),
+        "matmul_all_reduce": (rows(*none, None, team), rows(team, None), rows(*none, None, None)),
+    }[op]
+    place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
+    x, w = _lowering.vary(x, w, ())
+    y: jax.Array = _product(call, place, x, w, None)
+    return y
+
+
+def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: Any, spec: Any) -> jax.Array:
+    axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    given = {"x": jax.typeof(x).sharding.spec, "w": jax.typeof(w).sharding.spec}
+    dims = {name: _selection.of_dims(s, v.ndim, sizes) for (name, s), v in zip(given.items(), (x, w), strict=True)}
+    if dims["x"][-1] != dims["w"][0] and dims["x"][-1] and dims["w"][0]:
+        raise ValueError(
+            f"entwine_jax.{OP}: x {given['x']} and w {given['w']} disagree on how their contraction is sharded; "
+            "move one with jax.sharding.reshard"
+        )
+    if spec is None:
+        spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], dims["w"])))
+    place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
+    found = _placed.layout(call, place, x, w)
+    if found.op != "dot":
+        y: jax.Array = _known(call, place, x, w)
+        return y
+    _spread.check(call, found)
+    try:
+        return jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":  # it isn't public
+            raise
+        raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
+
+
+def _primal(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: jax.Array | None) -> jax.Array:
+    """Any of the three products; `like` is what a gradient is of, where shardings aren't known yet."""
+    if place is None:
+        return _partitioning.product(call, a, b, like)
+    return _placed.product(call, place, a, b)
+
+
+_product: Any = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+_known = jax.jit(lambda call, place, x, w: _product(call, place, x, w, None), static_argnums=(0, 1), inline=True)
+
+
+def _forward(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: jax.Array | None) -> Any:
+    return _product(call, place, a, b, like), (a, b)
+
+
+def _backward(call: Call, place: Place | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
+    operands = OPERANDS[call.product]
+    known = dict(zip(operands, saved, strict=True)) | {call.product: cotangent}
+
+    def gradient(name: str) -> jax.Array:
+        to = dataclasses.replace(call, product=name, dtype=known[name].dtype)
+        a, b = (known[other] for other in OPERANDS[name])
+        y: jax.Array = _product(to, place, a, b, None if place is not None else known[name])
+        return y
+
+    return gradient(operands[0]), gradient(operands[1]), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _names(axis_name: AxisName | None) -> tuple[str, ...] | None:
+    if axis_name is None:
+        return None
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"entwine_jax.{OP}: axis_name={axis_name!r} must name one mesh axis or several different ones")
+    return names
+
+
+def _spec(out_sharding: PartitionSpec | NamedSharding | None, ndim: int) -> PartitionSpec | None:
+    if out_sharding is None:
+        return None
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"entwine_jax.{OP}: out_sharding={out_sharding!r} must be a jax.sharding.PartitionSpec or NamedSharding"
+        )
+    if len(spec) > ndim:
+        raise ValueError(f"entwine_jax.{OP}: out_sharding={spec} has {len(spec)} dimensions, the result only {ndim}")
+    used = [name for axes in spec if axes is not None for name in ((axes,) if isinstance(axes, str) else axes)]
+    for name in used:
+        if used.count(name) > 1:
+            raise ValueError(f"entwine_jax.{OP}: out_sharding={spec} uses axis {name!r} twice; one dimension has it")
+    return PartitionSpec(*spec, *[None] * (ndim - len(spec)))
+
+
+def _wanted(team: tuple[str, ...], spec: PartitionSpec | None) -> str:
+    """The op that puts y there, inside a shard_map."""
+    axis = _checks.axis(team)
+    if spec is None:
+        raise ValueError(
+            f"entwine_jax.{OP}: inside jax.shard_map, axis_name={axis} needs out_sharding= too: columns over {axis} "
+            "for all_gather_matmul, rows for matmul_reduce_scatter, neither for the sum on every rank"
+        )
+    dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    places = [i - len(dims) for i, axes in enumerate(dims) if {*axes} & {*team}]
+    if not places:
+        return "matmul_all_reduce"
+    if len(places) > 1 or places[0] < -2 or dims[places[0]][-len(team) :] != team:
+        raise ValueError(
+            f"entwine_jax.{OP}: out_sharding={spec} must have axis_name={axis} as it is at rows (the last dimension "
+            "but one), at columns (the last), or nowhere"
+        )
+    return {-1: "all_gather_matmul", -2: "matmul_reduce_scatter"}[places[0]]
+
+
+def _mesh(x: jax.Array, w: jax.Array) -> Any:
+    """The one that is set, or that explicit arrays bring with them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    meshes = (mesh, *(jax.typeof(v).sharding.mesh for v in (x, w)))
+    return next((m for m in meshes if not m.empty), mesh)
+
+
+def _axes(mesh: Any) -> str:
+    return repr(dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
+
+
+def _biased(y: jax.Array, bias: ArrayLike, columns: int) -> jax.Array:
+    bias = jnp.asarray(bias)
+    if bias.shape != (columns,):
+        raise TypeError(
+            f"entwine_jax.{OP}: bias has shape {bias.shape} but must have one number for each column of w, ({columns},)"
+        )
+    return y + bias.astype(y.dtype)
