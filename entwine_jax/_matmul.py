@@ -182,11 +182,12 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
         return y
     _spread.check(call, found)
     try:
-        return jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
+        y = jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError":  # it isn't public
             raise
         raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
+    return _spread.note_plain_dot(y, jax.typeof(x), jax.typeof(w), found.reason)
 
 
 def _primal(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: jax.Array | None) -> jax.Array:
