@@ -69,9 +69,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
         print(entwine_jax.explain(jax.grad(loss), params, batch))
 
-    A `collective_matmul` under automatic sharding is settled only as XLA partitions the program. Then ``fn`` is compiled
-    too, for the shardings of its arguments, and these matmuls follow the others, in the partitioner's order. Weight
-    gradients aren't listed: they are XLA's own.
+    A `collective_matmul` under automatic sharding is settled only as XLA partitions the program. Then ``fn`` is
+    compiled too, for the shardings of its arguments, and these matmuls follow the others, in the partitioner's order.
+    Weight gradients aren't listed: they are XLA's own.
 
     Args:
       fn: any function that JAX can trace, jitted or not.
@@ -91,7 +91,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             traced.lower().compile()
         found += [_describe_partitioned(each) for each in heard]
         if not heard:
-            found += [_describe_whole(equation) for equation in waiting if equation.params["static_args"][0].product != "w"]
+            found += [
+                _describe_whole(equation) for equation in waiting if equation.params["static_args"][0].product != "w"
+            ]
     return Explanation(found)
 
 
@@ -137,8 +139,8 @@ def _describe_whole(equation: Any) -> CollectiveMatmul:
 
 def _describe_dot(equation: Any) -> CollectiveMatmul:
     """What explicit shardings left to XLA."""
-    shards = (_shard(aval) for aval in (equation.params["x"], equation.params["w"], equation.outvars[0].aval))
-    return _dot(*shards, False, equation.params["reason"])
+    x, w, y = (_shard(aval) for aval in (equation.params["x"], equation.params["w"], equation.outvars[0].aval))
+    return _dot(x, w, y, False, equation.params["reason"])
 
 
 def _shard(aval: Any) -> jax.ShapeDtypeStruct:

@@ -88,7 +88,10 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             options = {"transpose_w": request.transpose_w, "dtype": request.dtype, "precision": request.precision}
             if team.size == 1:
                 return _reference.matmul(x, w, **options)
-            return _REFERENCE[request.op](x, w, team.axis_name, **options)
+            if target == "host" and team.loose_axes and request.dtype in (jnp.bfloat16, jnp.float16):
+                # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
+                options["dtype"] = jnp.float32
+            return _REFERENCE[request.op](x, w, team.axis_name, **options).astype(request.dtype)
         if plan is None or plan.target != target:
             raise NotImplementedError(
                 f"entwine_jax.{request.op}: strategy='fused' was traced for {team.platform} devices and can't be "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ._selection import OPERANDS
 from ._spread import Call
 
 OP = "collective_matmul"
+OutSharding = PartitionSpec | NamedSharding | None
 
 
 def collective_matmul(
@@ -25,7 +27,7 @@ def collective_matmul(
     w: ArrayLike,
     *,
     axis_name: AxisName | None = None,
-    out_sharding: PartitionSpec | NamedSharding | None = None,
+    out_sharding: OutSharding = None,
     bias: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
@@ -93,12 +95,9 @@ def collective_matmul(
 
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
-    free = [
-        name for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if name not in manual and size > 1
-    ]
     if manual and names is not None and {*names} <= manual:
         y = _ops.on_ranks(_wanted(names, spec), x, w, names, preferred_element_type, precision, strategy, config)
-    elif manual and not free:
+    elif manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
             "doesn't know of what; say so with axis_name= one of these axes and out_sharding=, "
@@ -110,23 +109,17 @@ def collective_matmul(
     return y if bias is None else _biased(y, bias, w.shape[1])
 
 
-def _global(
-    call: Call, x: jax.Array, w: jax.Array, out_sharding: PartitionSpec | NamedSharding | None, spec: Any
-) -> jax.Array:
+def _global(call: Call, x: jax.Array, w: jax.Array, out_sharding: OutSharding, spec: PartitionSpec | None) -> jax.Array:
     """x and w are whole, along the axes that aren't manual at least."""
     mesh = _mesh(x, w)
-    if {*mesh.explicit_axes} - {*mesh.manual_axes}:
+    _check_axes(mesh, call.axis_name or (), f"axis_name={call.axis_name and _checks.axis(call.axis_name)}")
+    _check_axes(mesh, _flat(spec), f"out_sharding={spec}")
+    if spec is not None and isinstance(out_sharding, PartitionSpec) and not mesh.empty:
+        out_sharding = NamedSharding(mesh, spec)  # so that no mesh needs to be set
+    if {*mesh.explicit_axes}:
         return _explicit(call, mesh, x, w, out_sharding, spec)
-    for name in call.axis_name or ():
-        if not mesh.empty and name not in mesh.axis_names:
-            raise ValueError(f"entwine_jax.{OP}: axis_name={name!r} is not an axis of the mesh {_axes(mesh)}")
     if mesh.manual_axes:
         return _partial(call, mesh, x, w, spec)
-    if isinstance(out_sharding, PartitionSpec) and mesh.empty:
-        raise ValueError(
-            f"entwine_jax.{OP}: out_sharding={out_sharding} needs a mesh: call it under jax.set_mesh, "
-            "or pass a jax.NamedSharding"
-        )
     y: jax.Array = _automatic(call, out_sharding, x, w)
     return y
 
@@ -134,7 +127,16 @@ def _global(
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax.Array:
     y: jax.Array = _product(call, None, x, w, None)
-    return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+    if out_sharding is None:
+        return y
+    try:
+        y = lax.with_sharding_constraint(y, out_sharding)
+    except RuntimeError as error:
+        raise ValueError(
+            f"entwine_jax.{OP}: out_sharding={out_sharding} needs a mesh, and x and w don't tell: call it under "
+            "jax.set_mesh, or pass a jax.NamedSharding"
+        ) from error
+    return y
 
 
 def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> jax.Array:
@@ -175,6 +177,7 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
         )
     if spec is None:
         spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], dims["w"])))
+    x, w = _lowering.vary(x, w, ())
     place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
     found = _placed.layout(call, place, x, w)
     if found.op != "dot":
@@ -230,7 +233,7 @@ def _names(axis_name: AxisName | None) -> tuple[str, ...] | None:
     return names
 
 
-def _spec(out_sharding: PartitionSpec | NamedSharding | None, ndim: int) -> PartitionSpec | None:
+def _spec(out_sharding: OutSharding, ndim: int) -> PartitionSpec | None:
     if out_sharding is None:
         return None
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
@@ -240,11 +243,22 @@ def _spec(out_sharding: PartitionSpec | NamedSharding | None, ndim: int) -> Part
         )
     if len(spec) > ndim:
         raise ValueError(f"entwine_jax.{OP}: out_sharding={spec} has {len(spec)} dimensions, the result only {ndim}")
-    used = [name for axes in spec if axes is not None for name in ((axes,) if isinstance(axes, str) else axes)]
+    used = _flat(spec)
     for name in used:
         if used.count(name) > 1:
             raise ValueError(f"entwine_jax.{OP}: out_sharding={spec} uses axis {name!r} twice; one dimension has it")
     return PartitionSpec(*spec, *[None] * (ndim - len(spec)))
+
+
+def _flat(spec: PartitionSpec | None) -> list[str]:
+    return [name for axes in spec or () if axes is not None for name in ((axes,) if isinstance(axes, str) else axes)]
+
+
+def _check_axes(mesh: Any, names: Sequence[str], argument: str) -> None:
+    for name in names:
+        if not mesh.empty and name not in mesh.axis_names:
+            sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+            raise ValueError(f"entwine_jax.{OP}: {argument} names {name!r}, but the axes of the mesh are {sizes}")
 
 
 def _wanted(team: tuple[str, ...], spec: PartitionSpec | None) -> str:
@@ -272,10 +286,6 @@ def _mesh(x: jax.Array, w: jax.Array) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     meshes = (mesh, *(jax.typeof(v).sharding.mesh for v in (x, w)))
     return next((m for m in meshes if not m.empty), mesh)
-
-
-def _axes(mesh: Any) -> str:
-    return repr(dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
 
 
 def _biased(y: jax.Array, bias: ArrayLike, columns: int) -> jax.Array:

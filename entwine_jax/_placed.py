@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _lowering, _selection, _spread, _team
 from ._selection import OPERANDS, Layout
@@ -45,7 +45,7 @@ def product(call: Call, place: Place, a: jax.Array, b: jax.Array) -> jax.Array:
     made = layout(call, place, a, b)
     specs = tuple(_partition_spec(spec) for spec in made.operands)
     if place.explicit:
-        a, b = (jax.sharding.reshard(v, spec) for v, spec in zip((a, b), specs, strict=True))
+        a, b = (_move(place, v, spec) for v, spec in zip((a, b), specs, strict=True))
 
     def rank(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = _lowering.vary(a, b, made.team)
@@ -55,7 +55,12 @@ def product(call: Call, place: Place, a: jax.Array, b: jax.Array) -> jax.Array:
     y: jax.Array = jax.shard_map(
         rank, mesh=place.mesh, in_specs=specs, out_specs=_partition_spec(made.result), axis_names={*place.axes}
     )(a, b)
-    return jax.sharding.reshard(y, dict(place.specs)[call.product]) if place.explicit else y
+    return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
+
+
+def _move(place: Place, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    moved: jax.Array = jax.sharding.reshard(array, NamedSharding(place.mesh, spec))
+    return moved
 
 
 def _partition_spec(spec: _selection.Spec) -> PartitionSpec:

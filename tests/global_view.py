@@ -1,4 +1,4 @@
-"""What the tests of collective_matmul share: a residual MLP in each of the four modes, and the collectives of a program."""
+"""What the tests of collective_matmul share: a residual MLP in each of the four modes, and a program's collectives."""
 
 import contextlib
 import dataclasses
