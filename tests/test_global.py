@@ -204,3 +204,41 @@ def test_gradient_chooses_too():
         found = entwine_jax.explain(jax.grad(loss, (0, 1)), *args)
         assert [m.op for m in found] == ["dot", "matmul_all_reduce"]
         assert found[1].transpose_w
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_fsdp(mode):
+    """Weights sharded over the data axis too, gathered first: the product is fused."""
+    x, w, _ = operands()
+    with setup(mode) as s:
+        args = s.place(x, w, specs=(s.specs[0], P("d", "t")))
+
+        def f(x, w):
+            gather = jax.sharding.reshard if mode == "explicit" else jax.lax.with_sharding_constraint
+            return s.up(x, gather(w, NamedSharding(s.mesh, P(None, "t"))))
+
+        text = jax.jit(f).lower(*args).compile().as_text()
+        assert collectives(text) == {"entwine_all_gather_matmul": 1, "all-gather": 1}
+        got = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(*args)
+        # Under automatic sharding that is for the caller to ask for.
+        assert mode == "auto" or got[1].sharding.is_equivalent_to(args[1].sharding, 2)
+    assert_close(got, jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w)), (0, 1))(x, w))
+
+
+def test_control_flow():
+    """In both branches of a cond and in a while loop."""
+    with setup("auto") as s:
+        x, *weights = s.place(*operands())
+
+        def f(x, up, down):
+            def body(carry):
+                i, x = carry
+                return i + 1, jax.lax.cond(i % 2 == 0, lambda: s.mlp(x, up, down), lambda: x - s.mlp(x, up, down))
+
+            return jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, x))[1]
+
+        y = jax.jit(f)(x, *weights)
+        calls = collectives(jax.jit(f).lower(x, *weights).compile().as_text())
+        assert calls == {"entwine_all_gather_matmul": 2, "entwine_matmul_reduce_scatter": 2}
+    once = plain_mlp(*operands())
+    assert_close(y, once - plain_mlp(once, *operands()[1:]))
