@@ -251,7 +251,12 @@ def _spec(out_sharding: OutSharding, ndim: int) -> PartitionSpec | None:
 
 
 def _flat(spec: PartitionSpec | None) -> list[str]:
-    return [name for axes in spec or () if axes is not None for name in ((axes,) if isinstance(axes, str) else axes)]
+    return [name for axes in spec or () for name in _entry(axes)]
+
+
+def _entry(axes: Any) -> tuple[str, ...]:
+    """Of a PartitionSpec; P.UNCONSTRAINED names none."""
+    return (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, tuple | list) else ()
 
 
 def _check_axes(mesh: Any, names: Sequence[str], argument: str) -> None:
@@ -269,7 +274,7 @@ def _wanted(team: tuple[str, ...], spec: PartitionSpec | None) -> str:
             f"entwine_jax.{OP}: inside jax.shard_map, axis_name={axis} needs out_sharding= too: columns over {axis} "
             "for all_gather_matmul, rows for matmul_reduce_scatter, neither for the sum on every rank"
         )
-    dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    dims = [_entry(axes) for axes in spec]
     places = [i - len(dims) for i, axes in enumerate(dims) if {*axes} & {*team}]
     if not places:
         return "matmul_all_reduce"

@@ -74,49 +74,63 @@ def select(
 
 
 def _collective(product: str, a: Spec, b: Spec, result: Spec) -> Layout | None:
-    (*_, rows, contracted), (b_contracted, columns) = a, _as_matrix(product, b)
-    *_, result_rows, result_columns = result
-    op = None
-    if a[:-2] == result[:-2] and columns == result_columns and contracted == b_contracted:
-        if columns and not contracted and rows == result_rows + columns:
-            op, team = "all_gather_matmul", columns
-        elif contracted and not columns and result_rows == rows + contracted:
-            op, team = "matmul_reduce_scatter", contracted
-        elif contracted and not columns and result_rows == rows:
-            op, team = "matmul_all_reduce", contracted
-    if op is None:
-        return None
-    return Layout(op, team, (a, b), result, (), False, "the shardings select it")
+    """None if no op fits. An operand that is less sharded than the op wants fits too: slicing costs nothing."""
+    *leading, rows, columns = result
+    team = _common(a[-1], _as_matrix(product, b)[0])
+    matrix: tuple[Axes, Axes]
+    if columns:
+        # The team is then that of the columns, and rows are gathered.
+        op, team, wanted, matrix = "all_gather_matmul", columns, (*leading, rows + columns, ()), ((), columns)
+        fits = a[-2] == rows + columns
+    elif team and rows[-len(team) :] == team:
+        op, wanted, matrix = "matmul_reduce_scatter", (*leading, rows[: -len(team)], team), (team, ())
+        fits = True
+    else:
+        op, wanted, matrix = "matmul_all_reduce", (*leading, rows, team), (team, ())
+        fits = bool(team) and not {*team} & {axis for axes in result for axis in axes}
+    b_wanted = matrix if product == "y" else matrix[::-1]
+    if fits and _sliced(a, wanted) and _sliced(b, b_wanted):
+        return Layout(op, team, (wanted, b_wanted), result, (), False, "the shardings select it")
+    return None
 
 
 def _dot(product: str, a: Spec, b: Spec, result: Spec, reason: str) -> Layout:
-    """A product of shards, each axis at one dimension only: where the result wants it, else where operands have it."""
+    """A product of shards, each axis at one dimension only: a contraction that both operands share, else where the
+    result wants it, else where an operand has it."""
     b_contracted, b_columns = _as_matrix(product, b)
-    used = {axis for axes in result for axis in axes}
-    contracted = _free(_common(a[-1], b_contracted), used)
-    used |= {*contracted}
-    rows = []
-    for wanted, axes in zip(result[:-1], a[:-1], strict=True):
-        rows.append(wanted or _free(axes, used))
-        used |= {*rows[-1]}
-    columns = result[-1] or _free(b_columns, used)
+    contracted = _shared(a[-1], b_contracted)
+    used = {*contracted}
+    made = []
+    for wanted in result:
+        made.append(_free(wanted, used))
+        used |= {*made[-1]}
+    if not contracted:
+        contracted = _free(_common(a[-1], b_contracted), used)
+        used |= {*contracted}
+    for i, axes in enumerate((*a[:-1], b_columns)):
+        made[i] = made[i] or _free(axes, used)
+        used |= {*made[i]}
+    *rows, columns = made
     matrix = (contracted, columns) if product == "y" else (columns, contracted)
-    operands, made = ((*rows, contracted), matrix), (*rows, columns)
-    moves = bool(contracted) or not (_sliced(a, operands[0]) and _sliced(b, matrix) and _sliced(made, result))
+    operands = (*rows, contracted), matrix
+    moves = bool(contracted) or not (_sliced(a, operands[0]) and _sliced(b, matrix) and _sliced((*made,), result))
     if not moves:
         reason = "shards multiply without any collective"
-    return Layout("dot", (), operands, made, contracted, moves, reason)
+    return Layout("dot", (), operands, (*made,), contracted, moves, reason)
 
 
 def _weights(x: Spec, y: Spec, w: Spec) -> Layout:
-    """x.T y: rows are contracted. Where both are columns of x's or y's team, XLA gathers the rows."""
-    used = {axis for axes in w for axis in axes}
-    rows = []
-    for x_axes, y_axes in zip(x[:-1], y[:-1], strict=True):
-        rows.append(_free(_common(x_axes, y_axes), used))
-        used |= {*rows[-1]}
-    k = w[0] or _free(x[-1], used)
-    n = w[1] or _free(y[-1], used | {*k})
+    """x.T y: rows are contracted, first those that x and y share. An axis that w has is gathered from rows of the
+    other operand."""
+    rows = [_shared(*axes) for axes in zip(x[:-1], y[:-1], strict=True)]
+    used = {axis for axes in rows for axis in axes}
+    k = _free(w[0], used) or _free(x[-1], used | {*w[1]})
+    used |= {*k}
+    n = _free(w[1], used) or _free(y[-1], used)
+    used |= {*n}
+    for i, (x_axes, y_axes) in enumerate(zip(x[:-1], y[:-1], strict=True)):
+        rows[i] = rows[i] or _free(_common(x_axes, y_axes), used)
+        used |= {*rows[i]}
     summed = tuple(axis for axes in rows for axis in axes)
     return Layout("dot", (), ((*rows, k), (*rows, n)), (k, n), summed, True, "a weight gradient is XLA's own")
 
@@ -153,14 +167,17 @@ def _show(axes: Axes) -> str:
     return "None" if not axes else repr(axes[0] if len(axes) == 1 else axes)
 
 
-def _common(a: Axes, b: Axes) -> Axes:
-    """What two operands share of one dimension; one that isn't sharded there can be sliced at no cost."""
-    if not a or not b:
-        return a or b
+def _shared(a: Axes, b: Axes) -> Axes:
+    """The major axes that two operands both have at one dimension."""
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same]:
         same += 1
     return a[:same]
+
+
+def _common(a: Axes, b: Axes) -> Axes:
+    """The same, where an operand that isn't sharded there will be sliced."""
+    return _shared(a, b) if a and b else a or b
 
 
 def _free(axes: Axes, used: set[str]) -> Axes:

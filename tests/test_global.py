@@ -225,6 +225,32 @@ def test_fsdp(mode):
     assert_close(got, jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w)), (0, 1))(x, w))
 
 
+def test_cotangent_that_is_whole():
+    """Somebody gathers what y became. Its cotangent then comes whole, and is sliced, rather than w gathered."""
+    with setup("auto") as s:
+        args = s.place(*operands()[:2])
+
+        def loss(x, w):
+            y = jax.lax.with_sharding_constraint(jnp.sin(s.up(x, w)), NamedSharding(s.mesh, P()))
+            return jnp.sum(jnp.square(y))
+
+        found = entwine_jax.explain(jax.grad(loss, (0, 1)), *args)
+        assert [m.op for m in found] == ["all_gather_matmul", "matmul_reduce_scatter"]
+        got = jax.jit(jax.grad(loss, (0, 1)))(*args)
+    assert_close(got, jax.grad(lambda x, w: jnp.sum(jnp.square(jnp.sin(x @ w))), (0, 1))(*operands()[:2]))
+
+
+def test_unconstrained_dimensions():
+    """out_sharding may leave dimensions to Shardy."""
+    with setup("auto") as s:
+        x, _, w = operands()
+        args = s.place(s.up(*s.place(*operands()[:2])), w, specs=(s.specs[3], s.specs[2]))
+        out = P(P.UNCONSTRAINED, "t", None)
+        f = jax.jit(lambda x, w: entwine_jax.collective_matmul(x, w, out_sharding=out, strategy="fused"))
+        assert f(*args).sharding.is_equivalent_to(NamedSharding(s.mesh, s.specs[0]), 3)
+    assert_close(f(*args), x @ operands()[1] @ w)
+
+
 def test_control_flow():
     """In both branches of a cond and in a while loop."""
     with setup("auto") as s:

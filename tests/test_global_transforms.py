@@ -122,7 +122,9 @@ def test_persistent_cache(tmp_path):
     for again in (False, True):
         command = [sys.executable, "-c", CACHED, str(tmp_path), str(Path(__file__).parent)]
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stderr
         hits = dict(line.split() for line in done.stdout.splitlines())
         assert hits == {mode: str(again and mode != "auto") for mode in MODES}

@@ -19,6 +19,13 @@ def every_spec(ndim):
             yield spec
 
 
+def sliced(before, after):
+    """Whether slices turn every one of `before` into that of `after`."""
+    return all(
+        new[: len(old)] == old for a, b in zip(before, after, strict=True) for old, new in zip(a, b, strict=True)
+    )
+
+
 def layouts(product):
     a, b = OPERANDS[product]
     shapes = [SHAPES[name] for name in (a, b, product)]
@@ -36,7 +43,8 @@ def test_every_layout_is_a_matmul(product):
             axes = [axis for dim in spec for axis in dim]
             assert len(set(axes)) == len(axes)
         if layout.op != "dot":
-            assert (layout.operands, layout.result) == ((a, b), result) and not layout.summed and not layout.moves
+            assert layout.result == result and not layout.summed and not layout.moves and layout.team
+            assert sliced((a, b), layout.operands)
             continue
         named = dict(zip((*OPERANDS[product], product), (*layout.operands, layout.result), strict=True))
         assert (
@@ -44,9 +52,7 @@ def test_every_layout_is_a_matmul(product):
         )
         contracted = {"y": named["x"][-1:], "x": named["y"][-1:], "w": named["x"][:-1]}[product]
         assert set(layout.summed) == {axis for axes in contracted for axis in axes}
-        if not layout.moves:
-            for given, made in zip((a, b, layout.result), (*layout.operands, result), strict=True):
-                assert all(after[: len(before)] == before for before, after in zip(given, made, strict=True))
+        assert layout.moves or sliced((a, b, layout.result), (*layout.operands, result))
     collective = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
     assert ops == ({"dot"} if product == "w" else {"dot"} | collective)
 
@@ -74,6 +80,20 @@ def test_gradients_of_the_table():
         (((), (), ("t",)), (("t",), ()), ((), (), ()), "dot"),
     ):
         layout = _selection.select("x", y, w, x, shapes, SIZES)
+        assert layout.op == op and not layout.moves
+
+
+def test_an_unsharded_operand_is_sliced():
+    """That costs nothing, and is what a cotangent needs that was made whole."""
+    shapes = [SHAPES[name] for name in "xwy"]
+    whole_x, whole_w = ((), (), ()), ((), ())
+    for x, w, y, op in (
+        (whole_x, (("t",), ()), (("d",), ("t",), ()), "matmul_reduce_scatter"),
+        ((("d",), (), ("t",)), whole_w, (("d",), (), ()), "matmul_all_reduce"),
+        (((), ("t",), ()), whole_w, ((), (), ("t",)), "all_gather_matmul"),
+        (whole_x, whole_w, (("d",), ("t",), ()), "dot"),
+    ):
+        layout = _selection.select("y", x, w, y, shapes, SIZES)
         assert layout.op == op and not layout.moves
 
 

@@ -68,7 +68,7 @@ def test_mlp(mode):
             found = entwine_jax.explain(f, *args)
             assert [m.op for m in found] == list(OPS) and all(m.strategy == "fused" for m in found)
     for got, wanted in zip(*map(jax.tree.leaves, results.values()), strict=True):
-        assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
+        assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
 
 
 def test_auto_takes_the_kernels():
