@@ -1,8 +1,6 @@
 """collective_matmul: jnp.matmul on global arrays, whose shardings pick the collective matmul that runs."""
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,11 +9,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _ops, _partitioning, _placed, _selection, _spread
+from . import _checks, _config, _lowering, _ops, _placed, _products, _selection, _spread
 from ._config import Config
 from ._ops import AxisName
 from ._placed import Place
-from ._selection import OPERANDS
 from ._spread import Call
 
 OP = "collective_matmul"
@@ -88,15 +85,17 @@ def collective_matmul(
     settings = _config.resolve(OP, strategy, config)
     _checks.shapes(OP, x.shape, w.shape, 1, ())
     operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
-    names = _names(axis_name)
-    spec = _spec(out_sharding, x.ndim)
+    names = _checks.team(OP, axis_name)
+    spec = _checks.spec(OP, out_sharding, x.ndim)
     x, w = x.astype(operand), w.astype(operand)
     call = Call("y", dtype, precision, settings, names)
 
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
-        y = _ops.on_ranks(_wanted(names, spec), x, w, names, preferred_element_type, precision, strategy, config)
+        y = _ops.on_ranks(
+            _checks.op_inside(OP, names, spec), x, w, names, preferred_element_type, precision, strategy, config
+        )
     elif manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
@@ -112,8 +111,7 @@ def collective_matmul(
 def _global(call: Call, x: jax.Array, w: jax.Array, out_sharding: OutSharding, spec: PartitionSpec | None) -> jax.Array:
     """x and w are whole, along the axes that aren't manual at least."""
     mesh = _mesh(x, w)
-    _check_axes(mesh, call.axis_name or (), f"axis_name={call.axis_name and _checks.axis(call.axis_name)}")
-    _check_axes(mesh, _flat(spec), f"out_sharding={spec}")
+    _checks.axes_of_mesh(OP, mesh, call.axis_name, spec)
     if spec is not None and isinstance(out_sharding, PartitionSpec) and not mesh.empty:
         out_sharding = NamedSharding(mesh, spec)  # so that no mesh needs to be set
     if {*mesh.explicit_axes}:
@@ -126,7 +124,7 @@ def _global(call: Call, x: jax.Array, w: jax.Array, out_sharding: OutSharding, s
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    y: jax.Array = _product(call, None, x, w, None)
+    y: jax.Array = _products.product(call, None, x, w, None)
     if out_sharding is None:
         return y
     try:
@@ -153,7 +151,7 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
                 f"entwine_jax.{OP}: axis_name={_checks.axis(team)} is manual here in part, {name!r} is: "
                 "make all of it manual in jax.shard_map's axis_names, or none"
             )
-    op, rows, none = _wanted(team, spec), PartitionSpec, [None] * (x.ndim - 2)
+    op, rows, none = _checks.op_inside(OP, team, spec), PartitionSpec, [None] * (x.ndim - 2)
     specs = {
         "all_gather_matmul": (rows(*none, team, None), rows(None, team), rows(*none, None, team)),
         "matmul_reduce_scatter": (rows(*none, None, team), rows(team, None), rows(*none, team, None)),
@@ -161,8 +159,13 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
     }[op]
     place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
     x, w = _lowering.vary(x, w, ())
-    y: jax.Array = _product(call, place, x, w, None)
+    y: jax.Array = _products.product(call, place, x, w, None)
     return y
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _placed_product(call: Call, place: Place, x: jax.Array, w: jax.Array) -> Any:
+    return _products.product(call, place, x, w, None)
 
 
 def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: Any, spec: Any) -> jax.Array:
@@ -181,7 +184,7 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
     place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
     found = _placed.layout(call, place, x, w)
     if found.op != "dot":
-        y: jax.Array = _known(call, place, x, w)
+        y: jax.Array = _placed_product(call, place, x, w)
         return y
     _spread.check(call, found)
     try:
@@ -193,99 +196,6 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
     return _spread.note_plain_dot(y, jax.typeof(x), jax.typeof(w), found.reason)
 
 
-def _primal(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: jax.Array | None) -> jax.Array:
-    """Any of the three products; `like` is what a gradient is of, where shardings aren't known yet."""
-    if place is None:
-        return _partitioning.product(call, a, b, like)
-    return _placed.product(call, place, a, b)
-
-
-_product: Any = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
-_known = jax.jit(lambda call, place, x, w: _product(call, place, x, w, None), static_argnums=(0, 1), inline=True)
-
-
-def _forward(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: jax.Array | None) -> Any:
-    return _product(call, place, a, b, like), (a, b)
-
-
-def _backward(call: Call, place: Place | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
-    operands = OPERANDS[call.product]
-    known = dict(zip(operands, saved, strict=True)) | {call.product: cotangent}
-
-    def gradient(name: str) -> jax.Array:
-        to = dataclasses.replace(call, product=name, dtype=known[name].dtype)
-        a, b = (known[other] for other in OPERANDS[name])
-        y: jax.Array = _product(to, place, a, b, None if place is not None else known[name])
-        return y
-
-    return gradient(operands[0]), gradient(operands[1]), None
-
-
-_product.defvjp(_forward, _backward)
-
-
-def _names(axis_name: AxisName | None) -> tuple[str, ...] | None:
-    if axis_name is None:
-        return None
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"entwine_jax.{OP}: axis_name={axis_name!r} must name one mesh axis or several different ones")
-    return names
-
-
-def _spec(out_sharding: OutSharding, ndim: int) -> PartitionSpec | None:
-    if out_sharding is None:
-        return None
-    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    if not isinstance(spec, PartitionSpec):
-        raise TypeError(
-            f"entwine_jax.{OP}: out_sharding={out_sharding!r} must be a jax.sharding.PartitionSpec or NamedSharding"
-        )
-    if len(spec) > ndim:
-        raise ValueError(f"entwine_jax.{OP}: out_sharding={spec} has {len(spec)} dimensions, the result only {ndim}")
-    used = _flat(spec)
-    for name in used:
-        if used.count(name) > 1:
-            raise ValueError(f"entwine_jax.{OP}: out_sharding={spec} uses axis {name!r} twice; one dimension has it")
-    return PartitionSpec(*spec, *[None] * (ndim - len(spec)))
-
-
-def _flat(spec: PartitionSpec | None) -> list[str]:
-    return [name for axes in spec or () for name in _entry(axes)]
-
-
-def _entry(axes: Any) -> tuple[str, ...]:
-    """Of a PartitionSpec; P.UNCONSTRAINED names none."""
-    return (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, tuple | list) else ()
-
-
-def _check_axes(mesh: Any, names: Sequence[str], argument: str) -> None:
-    for name in names:
-        if not mesh.empty and name not in mesh.axis_names:
-            sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-            raise ValueError(f"entwine_jax.{OP}: {argument} names {name!r}, but the axes of the mesh are {sizes}")
-
-
-def _wanted(team: tuple[str, ...], spec: PartitionSpec | None) -> str:
-    """The op that puts y there, inside a shard_map."""
-    axis = _checks.axis(team)
-    if spec is None:
-        raise ValueError(
-            f"entwine_jax.{OP}: inside jax.shard_map, axis_name={axis} needs out_sharding= too: columns over {axis} "
-            "for all_gather_matmul, rows for matmul_reduce_scatter, neither for the sum on every rank"
-        )
-    dims = [_entry(axes) for axes in spec]
-    places = [i - len(dims) for i, axes in enumerate(dims) if {*axes} & {*team}]
-    if not places:
-        return "matmul_all_reduce"
-    if len(places) > 1 or places[0] < -2 or dims[places[0]][-len(team) :] != team:
-        raise ValueError(
-            f"entwine_jax.{OP}: out_sharding={spec} must have axis_name={axis} as it is at rows (the last dimension "
-            "but one), at columns (the last), or nowhere"
-        )
-    return {-1: "all_gather_matmul", -2: "matmul_reduce_scatter"}[places[0]]
-
-
 def _mesh(x: jax.Array, w: jax.Array) -> Any:
     """The one that is set, or that explicit arrays bring with them."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -295,8 +205,5 @@ def _mesh(x: jax.Array, w: jax.Array) -> Any:
 
 def _biased(y: jax.Array, bias: ArrayLike, columns: int) -> jax.Array:
     bias = jnp.asarray(bias)
-    if bias.shape != (columns,):
-        raise TypeError(
-            f"entwine_jax.{OP}: bias has shape {bias.shape} but must have one number for each column of w, ({columns},)"
-        )
+    _checks.bias(OP, bias.shape, columns)
     return y + bias.astype(y.dtype)

@@ -11,6 +11,7 @@ PYTHON = [
     {"__init__"},
     {"_explain"},
     {"_matmul"},
+    {"_products"},
     {"_partitioning", "_placed"},
     {"_spread"},
     {"_ops"},
