@@ -2,6 +2,15 @@
 
 from ._config import Config
 from ._explain import CollectiveMatmul, Explanation, explain
+from ._matmul import collective_matmul
 from ._ops import all_gather_matmul, matmul_reduce_scatter
 
-__all__ = ["CollectiveMatmul", "Config", "Explanation", "all_gather_matmul", "explain", "matmul_reduce_scatter"]
+__all__ = [
+    "CollectiveMatmul",
+    "Config",
+    "Explanation",
+    "all_gather_matmul",
+    "collective_matmul",
+    "explain",
+    "matmul_reduce_scatter",
+]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def arrays(op: str, x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
@@ -66,3 +67,77 @@ def types(op: str, x: Any, w: Any, preferred: Any, precision: Any) -> tuple[np.d
 def axis(names: tuple[str, ...]) -> str:
     """An axis name as the user wrote it."""
     return repr(names[0] if len(names) == 1 else names)
+
+
+def team(op: str, axis_name: Any) -> tuple[str, ...] | None:
+    """The axes of a team, None if none is named."""
+    if axis_name is None:
+        return None
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"entwine_jax.{op}: axis_name={axis_name!r} must name one mesh axis or several different ones")
+    return names
+
+
+def spec(op: str, out_sharding: Any, ndim: int) -> PartitionSpec | None:
+    """out_sharding with an entry for each dimension."""
+    if out_sharding is None:
+        return None
+    given = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    if not isinstance(given, PartitionSpec):
+        raise TypeError(
+            f"entwine_jax.{op}: out_sharding={out_sharding!r} must be a jax.sharding.PartitionSpec or NamedSharding"
+        )
+    if len(given) > ndim:
+        raise ValueError(f"entwine_jax.{op}: out_sharding={given} has {len(given)} dimensions, the result only {ndim}")
+    used = [name for entry in given for name in _axes(entry)]
+    for name in used:
+        if used.count(name) > 1:
+            raise ValueError(f"entwine_jax.{op}: out_sharding={given} uses axis {name!r} twice; one dimension has it")
+    return PartitionSpec(*given, *[None] * (ndim - len(given)))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """Of one dimension of a PartitionSpec; None and P.UNCONSTRAINED name none."""
+    return (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple | list) else ()
+
+
+def axes_of_mesh(op: str, mesh: Any, team: tuple[str, ...] | None, out_sharding: PartitionSpec | None) -> None:
+    """That a mesh, where it is known, has the axes."""
+    arguments = {
+        "axis_name": (team and axis(team), team or ()),
+        "out_sharding": (out_sharding, [name for entry in out_sharding or () for name in _axes(entry)]),
+    }
+    for argument, (value, names) in arguments.items():
+        for name in names:
+            if not mesh.empty and name not in mesh.axis_names:
+                sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+                raise ValueError(
+                    f"entwine_jax.{op}: {argument}={value} names {name!r}, but the axes of the mesh are {sizes}"
+                )
+
+
+def op_inside(op: str, team: tuple[str, ...], out_sharding: PartitionSpec | None) -> str:
+    """The op that, inside a shard_map, puts the result where it is wanted."""
+    if out_sharding is None:
+        raise ValueError(
+            f"entwine_jax.{op}: inside jax.shard_map, axis_name={axis(team)} needs out_sharding= too: columns over it "
+            "for all_gather_matmul, rows for matmul_reduce_scatter, neither for the sum on every rank"
+        )
+    dims = [_axes(entry) for entry in out_sharding]
+    places = [i - len(dims) for i, axes in enumerate(dims) if {*axes} & {*team}]
+    if not places:
+        return "matmul_all_reduce"
+    if len(places) > 1 or places[0] < -2 or dims[places[0]][-len(team) :] != team:
+        raise ValueError(
+            f"entwine_jax.{op}: out_sharding={out_sharding} must have axis_name={axis(team)} as it is at rows (the "
+            "last dimension but one), at columns (the last), or nowhere"
+        )
+    return {-1: "all_gather_matmul", -2: "matmul_reduce_scatter"}[places[0]]
+
+
+def bias(op: str, shape: tuple[int, ...], columns: int) -> None:
+    if shape != (columns,):
+        raise TypeError(
+            f"entwine_jax.{op}: bias has shape {shape} but must have one number for each column of w, ({columns},)"
+        )

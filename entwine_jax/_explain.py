@@ -1,6 +1,7 @@
 """explain: which collective matmuls a function holds, and what becomes of each."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -8,14 +9,18 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
-from . import _strategy
+from . import _partitioning, _spread, _strategy
 from ._lowering import collective_matmul_p
+from ._partitioning import Partitioned
 from ._strategy import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveMatmul:
-    """One collective matmul of a traced function. Shapes are those of one rank, with leading dimensions flattened."""
+    """One collective matmul of a traced function. Shapes are those of one rank, with leading dimensions flattened.
+
+    Of a `collective_matmul` that became a plain dot, op is "dot", and there is no axis and a team of one.
+    """
 
     op: str
     x: tuple[int, ...]
@@ -64,6 +69,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
         print(entwine_jax.explain(jax.grad(loss), params, batch))
 
+    A `collective_matmul` under automatic sharding is settled only as XLA partitions the program. Then ``fn`` is
+    compiled too, for the shardings of its arguments, and these matmuls follow the others, in the partitioner's order.
+    Weight gradients aren't listed: they are XLA's own.
+
     Args:
       fn: any function that JAX can trace, jitted or not.
       *args, **kwargs: its arguments, arrays or ``jax.ShapeDtypeStruct``.
@@ -71,16 +80,28 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns:
       A sequence of `CollectiveMatmul` that prints as a table.
     """
-    jaxpr = jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs)
-    return Explanation(list(_walk(jaxpr.jaxpr)))
+    # A function of its own, so that no cache has it and partitioning is seen.
+    traced = jax.jit(lambda args, kwargs: fn(*args, **kwargs)).trace(args, kwargs)
+    equations = list(_equations(traced.jaxpr.jaxpr))
+    found = [_describe(equation) for equation in equations if equation.primitive is collective_matmul_p]
+    found += [_describe_dot(equation) for equation in equations if equation.primitive is _spread.plain_dot_p]
+    waiting = [equation for equation in equations if _partitioning.holds_product(equation)]
+    if waiting:
+        with _partitioning.listen() as heard:
+            traced.lower().compile()
+        found += [_describe_partitioned(each) for each in heard]
+        if not heard:
+            found += [
+                _describe_whole(equation) for equation in waiting if equation.params["static_args"][0].product != "w"
+            ]
+    return Explanation(found)
 
 
-def _walk(jaxpr: Jaxpr) -> Iterator[CollectiveMatmul]:
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        if equation.primitive is collective_matmul_p:
-            yield _describe(equation)
+        yield equation
         for inner in jaxprs_in_params(equation.params):
-            yield from _walk(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+            yield from _equations(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
 def _describe(equation: Any) -> CollectiveMatmul:
@@ -103,6 +124,50 @@ def _describe(equation: Any) -> CollectiveMatmul:
     )
 
 
+def _describe_partitioned(each: Partitioned) -> CollectiveMatmul:
+    for equation in _equations(each.work.jaxpr):
+        if equation.primitive is collective_matmul_p:
+            return _describe(equation)
+    return _dot(*each.operands, each.result, each.transpose_w, each.layout.reason)
+
+
+def _describe_whole(equation: Any) -> CollectiveMatmul:
+    """A product that was lowered for one device."""
+    x, w, y = (variable.aval for variable in (*equation.invars[:2], *equation.outvars))
+    return _dot(x, w, y, equation.params["static_args"][0].product == "x", "there is one device: a plain dot")
+
+
+def _describe_dot(equation: Any) -> CollectiveMatmul:
+    """What explicit shardings left to XLA."""
+    x, w, y = (_shard(aval) for aval in (equation.params["x"], equation.params["w"], equation.outvars[0].aval))
+    return _dot(x, w, y, False, equation.params["reason"])
+
+
+def _shard(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
+
+
+def _dot(x: Any, w: Any, y: Any, transpose_w: bool, reason: str) -> CollectiveMatmul:
+    def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return math.prod(shape[:-2]), *shape[-2:]
+
+    return CollectiveMatmul(
+        op="dot",
+        x=flat(x.shape),
+        w=w.shape,
+        y=flat(y.shape),
+        dtype=x.dtype,
+        result_dtype=y.dtype,
+        transpose_w=transpose_w,
+        axis_name=(),
+        team_size=1,
+        strategy="xla",
+        reason=reason,
+        plan=None,
+        arena_bytes=0,
+    )
+
+
 def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     plan = ""
     if m.plan is not None:
@@ -114,7 +179,7 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
         _array(m.dtype, m.x),
         _array(m.dtype, m.w) + (".T" if m.transpose_w else ""),
         _array(m.result_dtype, m.y),
-        f"{','.join(map(str, m.axis_name))}:{m.team_size}",
+        f"{','.join(map(str, m.axis_name))}:{m.team_size}" if m.axis_name else "",
         m.strategy,
         f"{m.arena_bytes / 2**20:.1f} MiB" if m.plan else "",
         plan,

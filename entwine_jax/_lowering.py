@@ -1,4 +1,4 @@
-"""One JAX primitive for both ops and all strategies, and its lowering: the custom call, or lax.
+"""One JAX primitive for all ops and all strategies, and its lowering: the custom call, or lax.
 
 That a collective matmul stays one equation whatever its strategy is what lets `explain` find it in any traced function.
 """
@@ -20,6 +20,7 @@ from ._strategy import Choice, Plan, Request
 _REFERENCE = {
     "all_gather_matmul": _reference.all_gather_matmul,
     "matmul_reduce_scatter": _reference.matmul_reduce_scatter,
+    "matmul_all_reduce": _reference.matmul_all_reduce,
 }
 
 for _platform, _targets in _core.registrations().items():
@@ -48,7 +49,11 @@ def _result(x: Any, w: Any, *, request: Request, choice: Choice) -> Any:
     shape = _strategy.sizes(request, x.shape, w.shape)
     rows = shape.m_shard * (request.team.size if request.op == "all_gather_matmul" else 1)
     # From x's own type, to carry the axes it varies over: a plain ShapeDtypeStruct would call the result replicated.
-    return x.update(shape=(shape.batch, rows, shape.n), dtype=request.dtype, weak_type=False)
+    y = x.update(shape=(shape.batch, rows, shape.n), dtype=request.dtype, weak_type=False)
+    if request.op != "matmul_all_reduce":
+        return y
+    varying = x.manual_axis_type.varying - {*request.team.axis_name}
+    return y.update(manual_axis_type=x.manual_axis_type.update(varying=varying))
 
 
 collective_matmul_p.def_abstract_eval(_result)
@@ -83,7 +88,10 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             options = {"transpose_w": request.transpose_w, "dtype": request.dtype, "precision": request.precision}
             if team.size == 1:
                 return _reference.matmul(x, w, **options)
-            return _REFERENCE[request.op](x, w, team.axis_name, **options)
+            if target == "host" and team.loose_axes and request.dtype in (jnp.bfloat16, jnp.float16):
+                # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
+                options["dtype"] = jnp.float32
+            return _REFERENCE[request.op](x, w, team.axis_name, **options).astype(request.dtype)
         if plan is None or plan.target != target:
             raise NotImplementedError(
                 f"entwine_jax.{request.op}: strategy='fused' was traced for {team.platform} devices and can't be "

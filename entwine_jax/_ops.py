@@ -13,8 +13,9 @@ from jax.interpreters import batching
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _config, _lowering, _reference, _strategy, _team
-from ._config import Config
+from ._config import Config, Settings
 from ._strategy import Request
+from ._team import Team
 
 AxisName = str | Sequence[str]
 
@@ -75,7 +76,7 @@ def all_gather_matmul(
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
     """
-    return _collective_matmul("all_gather_matmul", x, w, axis_name, preferred_element_type, precision, strategy, config)
+    return on_ranks("all_gather_matmul", x, w, axis_name, preferred_element_type, precision, strategy, config)
 
 
 def matmul_reduce_scatter(
@@ -137,12 +138,10 @@ def matmul_reduce_scatter(
 
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
-    return _collective_matmul(
-        "matmul_reduce_scatter", x, w, axis_name, preferred_element_type, precision, strategy, config
-    )
+    return on_ranks("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, precision, strategy, config)
 
 
-def _collective_matmul(
+def on_ranks(
     op: str,
     x: ArrayLike,
     w: ArrayLike,
@@ -152,6 +151,7 @@ def _collective_matmul(
     strategy: str | None,
     config: Config | None,
 ) -> jax.Array:
+    """An op by its name, inside a manual shard_map. "matmul_all_reduce" is `psum(x @ w)`, all of y on every rank."""
     x, w = _checks.arrays(op, x, w)
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
@@ -162,6 +162,23 @@ def _collective_matmul(
     leading, matrix = x.shape[:-2], x.shape[-2:]
     y: jax.Array = _matmul(request, x.reshape(math.prod(leading), *matrix), w)
     return y.reshape(*leading, *y.shape[1:])
+
+
+def of_shards(
+    op: str, team: Team, a: jax.Array, b: jax.Array, transpose_b: bool, dtype: Any, precision: Any, settings: Settings
+) -> jax.Array:
+    """An op without its gradient, on a rank's shards as a front end has spread them; a may have leading dimensions.
+
+    If a and b are of different dtypes, `dtype` is what a gradient is wanted in, and the product is taken in theirs.
+    """
+    leading, matrix = a.shape[:-2], a.shape[-2:]
+    a = a.reshape(math.prod(leading), *matrix)
+    request = Request(op, team, transpose_b, dtype, precision, settings)
+    if a.dtype != b.dtype:
+        operand = _operand(request, a.astype(b.dtype), b, a.dtype)
+        a, b, request = a.astype(operand), b.astype(operand), dataclasses.replace(request, dtype=operand)
+    y = _primal(request, a, b)
+    return y.reshape(*leading, *y.shape[1:]).astype(dtype)
 
 
 def _primal(request: Request, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -183,15 +200,36 @@ _OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter":
 
 def _backward(request: Request, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    # The fused kernels multiply bfloat16: a float32 cotangent is rounded. (float16 has not the range for that.)
-    rounds = w.dtype == jnp.bfloat16 and _strategy.choose(request, x, w).strategy == "fused"
-    operand = w.dtype if rounds else jnp.promote_types(dy.dtype, w.dtype)
+    operand = _operand(request, x, w, dy.dtype)
     dy = dy.astype(operand)
+    if request.op == "matmul_all_reduce":
+        return _all_reduce_backward(request, x, w, dy)
     to_dx = dataclasses.replace(request, op=_OTHER[request.op], transpose_w=not request.transpose_w, dtype=operand)
     dx = _matmul(to_dx, dy, w.astype(operand))
     dw = _reference.weight_gradient(
         request.op, x.astype(operand), dy, request.team.axis_name, precision=request.precision
     )
+    return dx.astype(x.dtype), (dw.T if request.transpose_w else dw).astype(w.dtype)
+
+
+def _operand(request: Request, x: jax.Array, w: jax.Array, cotangent: Any) -> Any:
+    """What a gradient's product is taken in. The fused kernels multiply bfloat16: a float32 cotangent is rounded for
+    them. (float16 has not the range for that.)"""
+    rounds = w.dtype == jnp.bfloat16 and _strategy.choose(request, x, w).strategy == "fused"
+    return w.dtype if rounds else jnp.promote_types(cotangent, w.dtype)
+
+
+def _all_reduce_backward(request: Request, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Without a collective where JAX knows y to be the same on all ranks (check_vma=True); else it deals each rank a
+    part of the cotangent."""
+    if not {*request.team.axis_name} <= jax.typeof(x).manual_axis_type.varying:
+        dy = lax.psum(dy, request.team.axis_name)
+    dx = _reference.matmul(
+        dy, w.astype(dy.dtype), transpose_w=not request.transpose_w, dtype=dy.dtype, precision=request.precision
+    )
+    summed = (((0, 1), (0, 1)), ((), ()))
+    wide = jnp.promote_types(dy.dtype, jnp.float32)
+    dw = lax.dot_general(x.astype(dy.dtype), dy, summed, precision=request.precision, preferred_element_type=wide)
     return dx.astype(x.dtype), (dw.T if request.transpose_w else dw).astype(w.dtype)
 
 

@@ -30,6 +30,13 @@ def matmul_reduce_scatter(
     return scattered
 
 
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
+) -> jax.Array:
+    summed: jax.Array = lax.psum(matmul(x, w, transpose_w=transpose_w, dtype=dtype, precision=precision), axis_name)
+    return summed
+
+
 def gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
     """The team's rows; XLA's own collectives refuse empty arrays."""
     if x.size == 0:

@@ -76,6 +76,8 @@ def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
         return Choice("xla", "a team of one has nothing to move: a plain dot")
     if wanted == "xla":
         return Choice("xla", "asked for")
+    if request.op == "matmul_all_reduce":
+        return Choice("xla", "there is no fused all-reduce: XLA's own, a dot and a psum")
     if wanted == "auto" and team.platform == "cpu":
         return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor")
     problem = obstacle(request, x, w)

@@ -1,6 +1,8 @@
 """A team: the ranks along one mesh axis, or along several taken as one."""
 
 import dataclasses
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -42,18 +44,23 @@ def resolve(op: str, axis_name: Any) -> Team:
             "make them manual with jax.shard_map's axis_names"
         )
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    # Axes of size one tell no teams apart, and needn't be manual.
-    others = tuple(name for name in mesh.axis_names if name not in names and sizes[name] > 1)
-    ids = np.arange(mesh.size).reshape(mesh.axis_sizes)
-    ids = ids.transpose([mesh.axis_names.index(name) for name in sorted(sizes, key=lambda n: _place(n, names, others))])
     device = mesh.abstract_device
     platform = device.platform if device is not None else jax.default_backend()
+    return along(names, sizes, mesh.manual_axes, platform)
+
+
+def along(names: tuple[str, ...], sizes: Mapping[str, int], manual: Collection[str], platform: str) -> Team:
+    """The team along some axes of a mesh; `sizes` has all its axes in order."""
+    # Axes of size one tell no teams apart, and needn't be manual.
+    others = tuple(name for name in sizes if name not in names and sizes[name] > 1)
+    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    ids = ids.transpose([[*sizes].index(name) for name in sorted(sizes, key=lambda n: _place(n, names, others))])
     return Team(
         axis_name=names,
-        size=int(np.prod([sizes[name] for name in names])),
+        size=math.prod(sizes[name] for name in names),
         groups=tuple(int(i) for i in ids.flat),
         other_axes=others,
-        loose_axes=tuple(name for name in others if name not in mesh.manual_axes),
+        loose_axes=tuple(name for name in others if name not in manual),
         platform="cuda" if platform == "gpu" and not _is_rocm() else platform,
     )
 

@@ -10,10 +10,14 @@ ROOT = Path(__file__).parents[1]
 PYTHON = [
     {"__init__"},
     {"_explain"},
+    {"_matmul"},
+    {"_products"},
+    {"_partitioning", "_placed"},
+    {"_spread"},
     {"_ops"},
     {"_lowering"},
     {"_strategy"},
-    {"_team", "_reference"},
+    {"_team", "_reference", "_selection"},
     {"_config", "_checks"},
     {"_core"},
 ]

@@ -1,0 +1,209 @@
+"""collective_matmul: jnp.matmul on global arrays, whose shardings pick the collective matmul that runs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _checks, _config, _lowering, _ops, _placed, _products, _selection, _spread
+from ._config import Config
+from ._ops import AxisName
+from ._placed import Place
+from ._spread import Call
+
+OP = "collective_matmul"
+OutSharding = PartitionSpec | NamedSharding | None
+
+
+def collective_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    axis_name: AxisName | None = None,
+    out_sharding: OutSharding = None,
+    bias: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: Any = None,
+    strategy: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """``jnp.matmul(x, w) + bias`` on global arrays, their collective running while the product does.
+
+    The shardings choose, for ``y[..., m, n] = x[..., m, k] @ w[k, n]`` and any mesh axis ``t``:
+
+    ==========  ==========  ==============  ============================================
+    x           w           y               runs as
+    ==========  ==========  ==============  ============================================
+    m over t    n over t    n over t        `all_gather_matmul`
+    k over t    k over t    m over t        `matmul_reduce_scatter`
+    k over t    k over t    not over t      a dot and a psum, XLA's own
+    otherwise                               a plain dot, left to XLA
+    ==========  ==========  ==============  ============================================
+
+    Other axes may shard leading dimensions, and rows as the major axes before ``t``. Gradients choose the same way.
+    `explain` tells what was chosen and why; under ``strategy="fused"`` a plain dot that needs a collective is an error.
+
+    How the shardings are known depends on where it is called:
+
+    * under ``jax.jit`` with automatic sharding: as Shardy propagates them. A product of k-sharded operands is a
+      reduce-scatter where something asks for sharded rows: ``out_sharding``, a constraint, a residual connection.
+      Otherwise it is an all-reduce.
+    * on meshes of explicit axes (``jax.make_mesh``'s default): from the types of x and w, and ``out_sharding``.
+    * inside ``jax.shard_map``, where JAX doesn't know them: from ``axis_name`` and ``out_sharding``, a
+      `PartitionSpec` of y over that axis: columns mean `all_gather_matmul`, rows `matmul_reduce_scatter`, neither a
+      psum. If the axis is manual there, x and w are one rank's shards; if it is automatic (``shard_map``'s
+      ``axis_names`` holds others only), they are whole along it. Explicit axes are known there too.
+
+    Args:
+      x: leading dimensions, rows, contraction.
+      w: a matrix.
+      axis_name: the mesh axis of the team, or a tuple of axes from major to minor. Outside of ``jax.shard_map`` it
+        restricts the choice to that team; by default any axis will do.
+      out_sharding: where y shall lie.
+      bias: added to every row of y, rounded to y's dtype; of shape (n,), or a rank's shard of that where w is one.
+      preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
+      precision: as in ``jnp.matmul``.
+      strategy: as in `all_gather_matmul`.
+      config: overrides for the fused schedule.
+
+    Returns:
+      y.
+
+    Raises:
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
+      ValueError: an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that JAX can't know.
+      NotImplementedError: ``strategy="fused"`` can't run these shardings, types, shapes or devices.
+
+      Under automatic sharding, what only the partitioner can see comes as a ``jax.errors.JaxRuntimeError`` that holds
+      the message.
+    """
+    x, w = _checks.arrays(OP, x, w)
+    settings = _config.resolve(OP, strategy, config)
+    _checks.shapes(OP, x.shape, w.shape, 1, ())
+    operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
+    names = _checks.team(OP, axis_name)
+    spec = _checks.spec(OP, out_sharding, x.ndim)
+    x, w = x.astype(operand), w.astype(operand)
+    call = Call("y", dtype, precision, settings, names)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {*mesh.manual_axes}
+    if manual and names is not None and {*names} <= manual:
+        y = _ops.on_ranks(
+            _checks.op_inside(OP, names, spec), x, w, names, preferred_element_type, precision, strategy, config
+        )
+    elif manual and manual == {*mesh.axis_names}:
+        raise ValueError(
+            f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
+            "doesn't know of what; say so with axis_name= one of these axes and out_sharding=, "
+            "or write x @ w for the product of the shards alone"
+            + ("" if names is None else f" (axis_name={_checks.axis(names)} is none of them)")
+        )
+    else:
+        y = _global(call, x, w, out_sharding, spec)
+    return y if bias is None else _biased(y, bias, w.shape[1])
+
+
+def _global(call: Call, x: jax.Array, w: jax.Array, out_sharding: OutSharding, spec: PartitionSpec | None) -> jax.Array:
+    """x and w are whole, along the axes that aren't manual at least."""
+    mesh = _mesh(x, w)
+    _checks.axes_of_mesh(OP, mesh, call.axis_name, spec)
+    if spec is not None and isinstance(out_sharding, PartitionSpec) and not mesh.empty:
+        out_sharding = NamedSharding(mesh, spec)  # so that no mesh needs to be set
+    if {*mesh.explicit_axes}:
+        return _explicit(call, mesh, x, w, out_sharding, spec)
+    if mesh.manual_axes:
+        return _partial(call, mesh, x, w, spec)
+    y: jax.Array = _automatic(call, out_sharding, x, w)
+    return y
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    y: jax.Array = _products.product(call, None, x, w, None)
+    if out_sharding is None:
+        return y
+    try:
+        y = lax.with_sharding_constraint(y, out_sharding)
+    except RuntimeError as error:
+        raise ValueError(
+            f"entwine_jax.{OP}: out_sharding={out_sharding} needs a mesh, and x and w don't tell: call it under "
+            "jax.set_mesh, or pass a jax.NamedSharding"
+        ) from error
+    return y
+
+
+def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> jax.Array:
+    """Inside a shard_map over other axes: the team's own is automatic, and no one says where x and w lie."""
+    team = call.axis_name
+    if team is None or spec is None:
+        raise ValueError(
+            f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)}, x and w may be sharded over the "
+            "other axes of the mesh, and JAX doesn't know how; say so with axis_name= one of those and out_sharding="
+        )
+    for name in team:
+        if name in mesh.manual_axes:
+            raise ValueError(
+                f"entwine_jax.{OP}: axis_name={_checks.axis(team)} is manual here in part, {name!r} is: "
+                "make all of it manual in jax.shard_map's axis_names, or none"
+            )
+    op, rows, none = _checks.op_inside(OP, team, spec), PartitionSpec, [None] * (x.ndim - 2)
+    specs = {
+        "all_gather_matmul": (rows(*none, team, None), rows(None, team), rows(*none, None, team)),
+        "matmul_reduce_scatter": (rows(*none, None, team), rows(team, None), rows(*none, team, None)),
+        "matmul_all_reduce": (rows(*none, None, team), rows(team, None), rows(*none, None, None)),
+    }[op]
+    place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
+    x, w = _lowering.vary(x, w, ())
+    y: jax.Array = _products.product(call, place, x, w, None)
+    return y
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _placed_product(call: Call, place: Place, x: jax.Array, w: jax.Array) -> Any:
+    return _products.product(call, place, x, w, None)
+
+
+def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: Any, spec: Any) -> jax.Array:
+    axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    given = {"x": jax.typeof(x).sharding.spec, "w": jax.typeof(w).sharding.spec}
+    dims = {name: _selection.of_dims(s, v.ndim, sizes) for (name, s), v in zip(given.items(), (x, w), strict=True)}
+    if dims["x"][-1] != dims["w"][0] and dims["x"][-1] and dims["w"][0]:
+        raise ValueError(
+            f"entwine_jax.{OP}: x {given['x']} and w {given['w']} disagree on how their contraction is sharded; "
+            "move one with jax.sharding.reshard"
+        )
+    if spec is None:
+        spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], dims["w"])))
+    x, w = _lowering.vary(x, w, ())
+    place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
+    found = _placed.layout(call, place, x, w)
+    if found.op != "dot":
+        y: jax.Array = _placed_product(call, place, x, w)
+        return y
+    _spread.check(call, found)
+    try:
+        y = jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":  # it isn't public
+            raise
+        raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
+    return _spread.note_plain_dot(y, jax.typeof(x), jax.typeof(w), found.reason)
+
+
+def _mesh(x: jax.Array, w: jax.Array) -> Any:
+    """The one that is set, or that explicit arrays bring with them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    meshes = (mesh, *(jax.typeof(v).sharding.mesh for v in (x, w)))
+    return next((m for m in meshes if not m.empty), mesh)
+
+
+def _biased(y: jax.Array, bias: ArrayLike, columns: int) -> jax.Array:
+    bias = jnp.asarray(bias)
+    _checks.bias(OP, bias.shape, columns)
+    return y + bias.astype(y.dtype)

@@ -1,0 +1,67 @@
+"""Products whose shardings are known while JAX traces: each is a shard_map of its own."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import _lowering, _selection, _spread, _team
+from ._selection import OPERANDS, Layout
+from ._spread import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where x, w and y lie, by name, on a mesh; only `axes` count, the others are manual already, or left to XLA."""
+
+    mesh: Any  # jax.sharding.AbstractMesh
+    axes: tuple[str, ...]
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    explicit: bool  # the axes are explicit: arrays must be where a shard_map wants them
+
+    def __repr__(self) -> str:  # short: it is printed in every jaxpr
+        return ", ".join(f"{name} {spec}" for name, spec in self.specs)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        sizes = dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+        return {name: sizes[name] for name in self.axes}
+
+
+def layout(call: Call, place: Place, a: Any, b: Any) -> Layout:
+    specs, sizes = dict(place.specs), place.sizes
+    shapes = {name: v.shape for name, v in zip(OPERANDS[call.product], (a, b), strict=True)}
+    shapes[call.product] = _spread.abstract(call, a, b)
+    names = (*OPERANDS[call.product], call.product)
+    a_spec, b_spec, result = (_selection.of_dims(specs[name], len(shapes[name]), sizes) for name in names)
+    return _selection.select(
+        call.product, a_spec, b_spec, result, [shapes[name] for name in names], sizes, call.axis_name
+    )
+
+
+def product(call: Call, place: Place, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product, without its gradient."""
+    made = layout(call, place, a, b)
+    specs = tuple(_partition_spec(spec) for spec in made.operands)
+    if place.explicit:
+        a, b = (_move(place, v, spec) for v, spec in zip((a, b), specs, strict=True))
+
+    def rank(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = _lowering.vary(a, b, made.team)
+        team = _team.resolve("collective_matmul", made.team) if made.team else None
+        return _spread.one_rank(call, made, team)(a, b)
+
+    y: jax.Array = jax.shard_map(
+        rank, mesh=place.mesh, in_specs=specs, out_specs=_partition_spec(made.result), axis_names={*place.axes}
+    )(a, b)
+    return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
+
+
+def _move(place: Place, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    moved: jax.Array = jax.sharding.reshard(array, NamedSharding(place.mesh, spec))
+    return moved
+
+
+def _partition_spec(spec: _selection.Spec) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in spec))

@@ -1,0 +1,104 @@
+"""A product on shards: one rank's work for a `Layout`, in a shard_map or as what the partitioner puts in its place."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from . import _ops, _team
+from ._config import Settings
+from ._selection import OPERANDS, Layout
+from ._team import Team
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A product as asked for: everything but operands and shardings."""
+
+    product: str  # "y", "x" or "w": see _selection
+    dtype: np.dtype[Any]  # of the result
+    precision: Any
+    settings: Settings
+    axis_name: tuple[str, ...] | None  # the only team that may be selected; None for any
+
+    def __repr__(self) -> str:  # short: it is printed in every jaxpr
+        return f"{self.product}:{self.dtype.name}"
+
+
+def abstract(call: Call, a: Any, b: Any) -> tuple[int, ...]:
+    """The result's shape."""
+    if call.product == "w":
+        return a.shape[-1], b.shape[-1]
+    return (*a.shape[:-1], b.shape[1 if call.product == "y" else 0])
+
+
+def whole(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product itself, as one dot."""
+    wide = call.dtype
+    if call.product == "w":
+        rows = tuple(range(a.ndim - 1))
+        contracted = (rows, rows)
+        wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    else:
+        contracted = ((a.ndim - 1,), (0 if call.product == "y" else 1,))
+    if a.dtype != b.dtype:
+        operand = jnp.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(operand), b.astype(operand)
+    y: jax.Array = lax.dot_general(a, b, (contracted, ((), ())), precision=call.precision, preferred_element_type=wide)
+    return y.astype(call.dtype)
+
+
+plain_dot_p = Primitive("plain_dot")
+
+
+def note_plain_dot(y: jax.Array, x: Any, w: Any, reason: str) -> jax.Array:
+    """y as it is, with a word to `explain` where it comes from."""
+    noted: jax.Array = plain_dot_p.bind(y, x=x, w=w, reason=reason)
+    return noted
+
+
+def _plain_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return plain_dot_p.bind(*primals, **params), tangents[0]
+
+
+plain_dot_p.def_abstract_eval(lambda y, **params: y)
+plain_dot_p.def_impl(lambda y, **params: y)
+ad.primitive_jvps[plain_dot_p] = _plain_jvp
+batching.primitive_batchers[plain_dot_p] = lambda args, dims, **params: (plain_dot_p.bind(*args, **params), dims[0])
+mlir.register_lowering(plain_dot_p, lambda ctx, y, **params: [y])
+
+
+def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The work of one rank on its shards."""
+    check(call, layout)
+    if layout.op != "dot":
+        assert team is not None
+        return lambda a, b: _ops.of_shards(
+            layout.op, team, a, b, call.product == "x", call.dtype, call.precision, call.settings
+        )
+
+    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+        y = whole(call, a, b)
+        return lax.psum(y, layout.summed) if layout.summed else y
+
+    return dot
+
+
+def check(call: Call, layout: Layout) -> None:
+    """A named strategy never falls back to a collective of XLA's; weight gradients have no other."""
+    if call.settings.strategy == "fused" and layout.moves and call.product != "w":
+        raise NotImplementedError(
+            f"entwine_jax.collective_matmul: strategy='fused' can't run {OPERANDS[call.product][0]} @ "
+            f"{'w' if call.product == 'y' else 'w.T'}: {layout.reason}; or use strategy='auto', which leaves it to XLA"
+        )
+
+
+def team_of(layout: Layout, sizes: dict[str, int], platform: str) -> Team | None:
+    """The layout's team on a mesh that is manual as a whole."""
+    return _team.along(layout.team, sizes, tuple(sizes), platform) if layout.team else None

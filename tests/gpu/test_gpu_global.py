@@ -1,0 +1,76 @@
+"""collective_matmul on GPUs: in each mode our kernels and no collective of XLA's, with its values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import AXIS, OPS, mesh_of, team_size
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import entwine_jax
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
+
+BATCH, ROWS, WIDTH, HIDDEN = 2, 320, 512, 1024  # rows and hidden columns of one rank
+SPECS = P(None, AXIS, None), P(None, AXIS), P(AXIS, None)
+COLLECTIVES = (" all-gather", " all-reduce", " reduce-scatter", " collective-permute", " all-to-all")
+
+
+def mesh_for(mode):
+    mesh = mesh_of()
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,)) if mode == "explicit" else mesh
+
+
+def mlp(mode, mesh, strategy):
+    inside = {"axis_name": AXIS} if mode == "manual" else {}
+
+    def f(x, w_up, w_down):
+        rows = SPECS[0] if inside else NamedSharding(mesh, SPECS[0])
+        columns = {"out_sharding": P(None, None, AXIS)} if inside else {}
+        h = entwine_jax.collective_matmul(x, w_up, strategy=strategy, **columns, **inside)
+        return x + entwine_jax.collective_matmul(jnp.tanh(h), w_down, strategy=strategy, out_sharding=rows, **inside)
+
+    return jax.shard_map(f, mesh=mesh, in_specs=SPECS, out_specs=SPECS[0]) if inside else f
+
+
+def operands(mesh):
+    ranks, rng = team_size(mesh), np.random.default_rng(0)
+    shapes = (BATCH, ranks * ROWS, WIDTH), (WIDTH, ranks * HIDDEN), (ranks * HIDDEN, WIDTH)
+    return [
+        jax.device_put(
+            (rng.standard_normal(shape) / np.sqrt(shape[0] if len(shape) == 2 else 1)).astype(jnp.bfloat16),
+            NamedSharding(mesh, spec),
+        )
+        for shape, spec in zip(shapes, SPECS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "manual"])
+def test_mlp(mode):
+    mesh = mesh_for(mode)
+    args = operands(mesh)
+
+    def loss(f, *args):
+        return jnp.mean(jnp.square(f(*args).astype(jnp.float32)))
+
+    results = {}
+    for strategy in ("fused", "xla"):
+        f = mlp(mode, mesh, strategy)
+        gradient = jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))
+        results[strategy] = jax.tree.map(lambda v: np.asarray(v, np.float64), (jax.jit(f)(*args), gradient(*args)))
+        if strategy == "fused":
+            text = jax.jit(f).lower(*args).compile().as_text()
+            assert all(f"entwine_{op}" in text for op in OPS)
+            assert not [name for name in COLLECTIVES if f"{name}(" in text or f"{name}-start(" in text]
+            found = entwine_jax.explain(f, *args)
+            assert [m.op for m in found] == list(OPS) and all(m.strategy == "fused" for m in found)
+    for got, wanted in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
+
+
+def test_auto_takes_the_kernels():
+    mesh = mesh_of()
+    assert [m.strategy for m in entwine_jax.explain(mlp("auto", mesh, "auto"), *operands(mesh))] == ["fused"] * 2
