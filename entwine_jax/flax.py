@@ -78,7 +78,9 @@ class DotGeneral:
       strategy, config: as in `collective_matmul`.
 
     Raises:
-      ValueError: ``out`` is unknown, or given without ``axis_name``.
+      TypeError: the sizes of contracted dimensions differ.
+      ValueError: ``out`` is unknown, or given without ``axis_name``; an axis is named twice.
+      NotImplementedError: a product of another form, see above; and what `collective_matmul` raises.
     """
 
     axis_name: AxisName | None = None
@@ -88,8 +90,10 @@ class DotGeneral:
     config: Config | None = None
 
     def __post_init__(self) -> None:
-        if self.axis_name is not None and not isinstance(self.axis_name, str):
-            object.__setattr__(self, "axis_name", tuple(self.axis_name))  # a list would not hash
+        if self.axis_name is not None:
+            _check_axis("DotGeneral", self.axis_name)
+            if not isinstance(self.axis_name, str):
+                object.__setattr__(self, "axis_name", tuple(self.axis_name))  # a list would not hash
         if self.out not in (None, "columns", "rows", "whole"):
             raise ValueError(
                 f"entwine_jax.flax.DotGeneral: out={self.out!r} must be 'columns', 'rows', 'whole' or None"
@@ -116,6 +120,11 @@ class DotGeneral:
         _mind_float32(x, self.strategy)
         contracted = len(dimension_numbers[0][0])
         rows, features = x.shape[: x.ndim - contracted], w.shape[contracted:]
+        if x.shape[len(rows) :] != w.shape[:contracted]:
+            raise TypeError(
+                f"entwine_jax.flax.DotGeneral: the last dimensions of lhs {x.shape} and the first of rhs {w.shape} are "
+                f"contracted, and must be equal: {x.shape[len(rows) :]} and {w.shape[:contracted]}"
+            )
         x = x.reshape(*rows, math.prod(x.shape[len(rows) :]))
         w = w.reshape(math.prod(w.shape[:contracted]), math.prod(features))
         sharding, constraint = _of_matrix(out_sharding, len(rows)), None
@@ -389,6 +398,14 @@ def _mesh(*arrays: jax.Array) -> Any:
     return next((m for m in (mesh, *(jax.typeof(v).sharding.mesh for v in arrays)) if not m.empty), mesh)
 
 
+def _check_axis(layer: str, axis_name: Any) -> None:
+    names = _tuple(axis_name) if isinstance(axis_name, str | Sequence) else ()
+    if not names or len({*names}) < len(names) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"entwine_jax.flax.{layer}: axis_name={axis_name!r} must name one mesh axis or several different ones"
+        )
+
+
 def _ranks_here(axis_name: AxisName) -> int:
     """How many ranks share the parameters that a layer sees: 1 unless it is inside a shard_map over the axis."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -398,6 +415,7 @@ def _ranks_here(axis_name: AxisName) -> int:
 
 def _check_features(layer: str, argument: str, size: int, axis_name: AxisName, whole: bool) -> str | tuple[str, ...]:
     """The axis as metadata has it. `whole`: the parameters have to be."""
+    _check_axis(layer, axis_name)
     axis, mesh = _entry(axis_name), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(

@@ -9,7 +9,6 @@ they come fast.
 """
 
 import argparse
-import argparse as some_python_source
 import contextlib
 import dataclasses
 import functools
@@ -187,7 +186,7 @@ class Text:
     """A file that comes with Python, as numbers."""
 
     def __init__(self) -> None:
-        self.path = Path(some_python_source.__file__)
+        self.path = Path(argparse.__file__)
         text = self.path.read_text(encoding="utf-8")
         self.characters = sorted(set(text))
         self.data = np.array([self.characters.index(c) for c in text], np.int32)

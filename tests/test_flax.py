@@ -374,6 +374,24 @@ def test_warns_once_of_float32():
     ours._warn_of_float32.cache_clear()
 
 
+def test_warns_of_promoted_operands(monkeypatch):
+    """DotGeneral sees float32 only, which is worth a warning where kernels would have taken bfloat16."""
+    ours._warn_of_float32.cache_clear()
+    x = jnp.ones((4, 4))
+    numbers = ((1,), (0,)), ((), ())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours.DotGeneral()(x, x, numbers)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        ours.DotGeneral(strategy="xla")(x, x, numbers)
+        ours.DotGeneral()(x.astype(jnp.bfloat16), x.astype(jnp.bfloat16), numbers)
+        assert not caught
+        ours.DotGeneral()(x, x, numbers)
+        ours.DotGeneral()(x, x, numbers)
+        assert len(caught) == 1
+    ours._warn_of_float32.cache_clear()
+
+
 def test_bad_layers():
     rngs, key, x = nnx.Rngs(0), jax.random.key(0), inputs()[0]
 
@@ -398,6 +416,8 @@ def test_bad_layers():
             r"ColumnParallelLinear: out_features=12 .* the 8 ranks of axis_name=\('d', 't'\)",
             lambda: column(12, ("d", "t")),
         )
+        fails(r"ColumnParallelLinear: axis_name=\('t', 't'\) must name", lambda: column(axis=("t", "t")))
+        fails(r"ColumnParallelDense: axis_name=\(\) must name", lambda: dense(axis=()))
         row = functools.partial(ours.RowParallelLinear, axis_name="t", rngs=rngs)
         fails("RowParallelLinear: in_features=30 can't be shared evenly .*make it 32", lambda: row(30, 8))
         narrow = ours.RowParallelDense(8, axis_name="t")
@@ -415,6 +435,7 @@ def test_bad_layers():
         init = jax.shard_map(lambda x: dense(), in_specs=rows, out_specs=P())
         fails("ColumnParallelDense: axis_name='t' is manual here, and init", lambda: init(x))
     fails("DotGeneral: out='rows' needs axis_name=", lambda: ours.DotGeneral(out="rows"))
+    fails("DotGeneral: axis_name=3 must name", lambda: ours.DotGeneral(3))
     fails("DotGeneral: out='row' must be", lambda: ours.DotGeneral("t", out="row"))
     fails("DotGeneral: strategy='quick' is unknown", lambda: ours.DotGeneral("t", strategy="quick"))
 
@@ -434,6 +455,8 @@ def test_bad_products():
                 inside(a, b)
             sharded = ours.DotGeneral()(a, b, numbers, out_sharding=P("t"))
             assert sharded.sharding.spec[0] == "t"
+    with pytest.raises(TypeError, match=r"contracted, and must be equal: \(6, 8\) and \(8, 6\)"):
+        ours.DotGeneral()(a, normal((8, 6, 3), 3), (((1, 2), (0, 1)), ((), ())))
     with mesh_set("auto"), pytest.raises(ValueError, match="shards output features after the first, dimension 2"):
         features = (((2,), (0,)), ((), ()))
         ours.DotGeneral()(a, normal((8, 4, 3), 3), features, out_sharding=P(None, None, None, "t"))
