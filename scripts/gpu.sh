@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
 #
-#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [bench] [peers]      by default all but peers
+#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [peers]      by default all but peers
 #
 # teams runs the kernels without JAX in teams of 2 to 8 ranks that share the GPUs.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
@@ -20,7 +20,7 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 work=$root/build/gpu
 python=${PYTHON:-python3}
-steps=${*:-build smoke teams test bench}
+steps=${*:-build smoke teams test demo example bench}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 export ENTWINE_REQUIRE_GPUS=${ENTWINE_REQUIRE_GPUS:-$((gpus > 2 ? gpus : 2))}
 # The package is imported from where it was installed; the working directory, $work/run, has everything but the package.
@@ -29,8 +29,8 @@ summary=()
 failed=0
 
 for step in $steps; do
-  case $step in build | smoke | teams | test | bench | peers) ;; *)
-    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, bench and peers" >&2
+  case $step in build | smoke | teams | test | demo | example | bench | peers) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench and peers" >&2
     exit 2
     ;;
   esac
@@ -57,7 +57,7 @@ versions() {
   "$python" - <<'PYTHON'
 import importlib.metadata, platform, shutil, subprocess
 found = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-names = ["jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13", "numpy", "scikit-build-core", "nanobind", "pytest", "hypothesis", "flax"]
+names = ["jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13", "numpy", "scikit-build-core", "nanobind", "pytest", "hypothesis", "flax", "optax"]
 print("python", platform.python_version(), *(f"{name} {found.get(name, 'missing')}" for name in names), sep=", ")
 for command in (["nvcc", "--version"], ["cmake", "--version"], ["ninja", "--version"]):
     tool = shutil.which(command[0]) or f"/usr/local/cuda/bin/{command[0]}"
@@ -74,7 +74,7 @@ PYTHON
 stage() {
   rm -rf "$work/run"
   mkdir -p "$work/run"
-  cp -r "$root"/tests "$root"/benchmarks "$root"/scripts "$root"/pyproject.toml "$work/run/"
+  cp -r "$root"/tests "$root"/benchmarks "$root"/examples "$root"/scripts "$root"/pyproject.toml "$work/run/"
 }
 
 echo "== versions and topology"
@@ -121,6 +121,22 @@ if wants test; then
     { grep -n -E '^E  ' "$out/test.log" | cut -c1-600 | head -40; tail -n 15 "$out/test.log" | cut -c1-300; }
   grep -E '^(FAILED|ERROR)' "$out/test.log" | cut -c1-400 | head -40
   summary+=("       $(grep -E '(passed|failed|error|skipped).* in [0-9.]+s' "$out/test.log" | tail -n 1)")
+fi
+
+if wants demo; then
+  echo "== demo"
+  run demo 100 "$python" examples/mlp.py
+  grep -v -E '^(W|I|E)[0-9]{4} ' "$out/demo.log" | tail -n 30 | cut -c1-300
+fi
+
+if wants example; then
+  echo "== example"
+  if "$python" -c 'import flax, optax' 2>/dev/null; then
+    run example 150 "$python" examples/transformer.py --device gpu --out "$out/transformer.json"
+    grep -v -E '^(W|I|E)[0-9]{4} ' "$out/example.log" | tail -n 40 | cut -c1-600
+  else
+    summary+=("example       skipped: needs flax and optax")
+  fi
 fi
 
 # benchmark NAME SECONDS ARGUMENTS...: results in $out/NAME.json, its report in the output and in $out/NAME.md.

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 # Each knows only what stands below it.
 PYTHON = [
+    {"flax"},
     {"__init__"},
     {"_explain"},
     {"_matmul"},
