@@ -178,6 +178,12 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
             f"entwine_jax.{OP}: x {given['x']} and w {given['w']} disagree on how their contraction is sharded; "
             "move one with jax.sharding.reshard"
         )
+    if all(dims["w"]):
+        # jnp.matmul refuses most of these, and with out_sharding= returns a wrong dw for others (JAX 0.11.2, 0.12.0).
+        raise ValueError(
+            f"entwine_jax.{OP}: w {given['w']} is sharded on both dimensions: move it to the tensor axis alone with "
+            "jax.sharding.reshard"
+        )
     if spec is None:
         spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], dims["w"])))
     x, w = _lowering.vary(x, w, ())
