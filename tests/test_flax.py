@@ -18,6 +18,7 @@ pytest.importorskip("flax", minversion="0.12", reason="needs Flax: pip install '
 from flax import linen, nnx
 
 import entwine_jax.flax as ours
+from entwine_jax.flax import _dot_general
 
 D, HIDDEN, BATCH, ROWS = 24, 32, 8, 16
 BOTH = {"entwine_all_gather_matmul": 1, "entwine_matmul_reduce_scatter": 1}
@@ -357,7 +358,7 @@ def test_whole_rows():
 
 
 def test_warns_once_of_float32():
-    ours._warn_of_float32.cache_clear()
+    _dot_general._warn_of_float32.cache_clear()
     x, _ = inputs()
     with mesh_set("auto") as (mesh, rows), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -367,16 +368,16 @@ def test_warns_once_of_float32():
         Mlp(nnx.Rngs(0), strategy="auto")(x)
         ours.ColumnParallelDense(HIDDEN, axis_name="t").init(jax.random.key(0), x)
         assert len(caught) == 1
-        ours._warn_of_float32.cache_clear()
+        _dot_general._warn_of_float32.cache_clear()
         layer = ours.ColumnParallelLinear(D, HIDDEN, axis_name="t", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         assert layer(x).dtype == jnp.bfloat16
         assert len(caught) == 1
-    ours._warn_of_float32.cache_clear()
+    _dot_general._warn_of_float32.cache_clear()
 
 
 def test_warns_of_promoted_operands(monkeypatch):
     """DotGeneral sees float32 only, which is worth a warning where kernels would have taken bfloat16."""
-    ours._warn_of_float32.cache_clear()
+    _dot_general._warn_of_float32.cache_clear()
     x = jnp.ones((4, 4))
     numbers = ((1,), (0,)), ((), ())
     with warnings.catch_warnings(record=True) as caught:
@@ -389,7 +390,7 @@ def test_warns_of_promoted_operands(monkeypatch):
         ours.DotGeneral()(x, x, numbers)
         ours.DotGeneral()(x, x, numbers)
         assert len(caught) == 1
-    ours._warn_of_float32.cache_clear()
+    _dot_general._warn_of_float32.cache_clear()
 
 
 def test_bad_layers():

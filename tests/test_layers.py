@@ -2,13 +2,20 @@
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "entwine_jax"
 
 # Each knows only what stands below it.
 PYTHON = [
     {"flax"},
+    {"flax._nnx", "flax._linen"},
+    {"flax._dot_general"},
+    {"flax._parameters"},
     {"__init__"},
     {"_explain"},
     {"_matmul"},
@@ -33,12 +40,21 @@ CPP = {
 }
 
 
+def module_name(path: Path) -> str:
+    """As PYTHON has it: a package is its __init__."""
+    *folders, stem = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(folders if folders and stem == "__init__" else [*folders, stem])
+
+
 def python_imports(path: Path) -> set[str]:
     """The modules of entwine_jax that one of them imports."""
-    found = set()
+    folders, found = path.relative_to(PACKAGE).parent.parts, set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            found |= {node.module} if node.module else {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level <= len(folders) + 1, f"{path.name} imports from outside of entwine_jax"
+            base = folders[: len(folders) + 1 - node.level]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {".".join([*base, name]) for name in names}
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             assert not any(name.startswith("entwine_jax") for name in names), (
@@ -50,7 +66,7 @@ def python_imports(path: Path) -> set[str]:
 
 def test_python_layers():
     height = {name: i for i, layer in enumerate(PYTHON) for name in layer}
-    modules = {path.stem: path for path in (ROOT / "entwine_jax").glob("*.py")}
+    modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
     assert modules.keys() <= height.keys(), "a module without a layer"
     for name, path in modules.items():
         for imported in python_imports(path):
@@ -70,10 +86,12 @@ def test_cpp_layers():
                 assert other in CPP[folder], f"{path.relative_to(ROOT)} includes {included}, which is not below it"
 
 
-def test_public_names():
-    """The package's own surface is short, and all of it documented."""
-    import entwine_jax
-
-    assert sorted(entwine_jax.__all__) == entwine_jax.__all__
-    for name in entwine_jax.__all__:
-        assert (getattr(entwine_jax, name).__doc__ or "").strip(), name
+@pytest.mark.parametrize("name", ["entwine_jax", "entwine_jax.flax"])
+def test_public_names(name):
+    """A package's own surface is short, and all of it documented."""
+    if name == "entwine_jax.flax":
+        pytest.importorskip("flax", minversion="0.12", reason="needs Flax: pip install 'entwine-jax[flax]'")
+    package = import_module(name)
+    assert sorted(package.__all__) == package.__all__
+    for public in package.__all__:
+        assert (getattr(package, public).__doc__ or "").strip(), public
