@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -205,12 +206,31 @@ def losing(results: dict[str, Any]) -> str:
     return "\n".join([f"{against}: {'none.' if not lines else ''}".rstrip(), *(["", *lines] if lines else [])]) + "\n"
 
 
-def blocks(results: dict[str, Any]) -> dict[str, str]:
-    return {
+def transformer(results: dict[str, Any]) -> str:
+    """The block `transformer`, from the JSON of examples/transformer.py: a step of a model, ours and XLA's."""
+    timing, devices = results["timing"], math.prod(results["mesh"].values())
+    sizes = timing["sizes"]
+    lines = [
+        f"{sizes['layers']} layers of Llama-3-70B's width, {sizes['width']} x {sizes['hidden']} hidden a GPU,"
+        f" {sizes['batch']} x {sizes['length']} tokens, {sizes['dtype']}, tensor and sequence parallel over"
+        f" {devices} x {results['device']}; medians of {timing['rounds']} interleaved rounds:",
+        "",
+        markdown_row(["", "ours, ms", "XLA, ms", "XLA / ours"]),
+        markdown_row(["---", "---:", "---:", "---:"]),
+    ]
+    for row in timing["rows"]:
+        ms = row["median_ms"]
+        lines.append(markdown_row([row["pass"], f"{ms['fused']:.2f}", f"{ms['xla']:.2f}", f"**{row['speedup']:.2f}**"]))
+    return "\n".join(lines) + "\n"
+
+
+def blocks(results: dict[str, Any], model: dict[str, Any] | None = None) -> dict[str, str]:
+    found = {
         "benchmark": report(results),
         "benchmark-suites": suites(results),
         "benchmark-losing": losing(results),
     }
+    return found if model is None else found | {"transformer": transformer(model)}
 
 
 def with_report(text: str, found: dict[str, str], name: str) -> str:
@@ -233,13 +253,14 @@ def with_report(text: str, found: dict[str, str], name: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=pathlib.Path, help="JSON written by benchmarks.collective_matmul")
+    parser.add_argument("--model", type=pathlib.Path, metavar="JSON", help="written by examples/transformer.py")
     parser.add_argument("--plots", type=pathlib.Path, metavar="FOLDER", help="write the plots there, too")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--update", type=pathlib.Path, nargs="+", default=[], metavar="FILE.md")
     action.add_argument("--check", type=pathlib.Path, nargs="+", default=[], metavar="FILE.md")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
-    found = blocks(results)
+    found = blocks(results, None if options.model is None else json.loads(options.model.read_text()))
     if not options.update and not options.check:
         print("\n".join(found.values()), end="")
     for path in options.update:

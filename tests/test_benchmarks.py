@@ -331,3 +331,12 @@ def test_the_documents_have_their_blocks():
     ):
         text = (root / name).read_text()
         assert all(text.count(marker) == 1 for marker in report.markers(block))
+
+
+def test_documents_are_current():
+    """README and docs hold what the report makes of the committed results."""
+    root = pathlib.Path(__file__).parents[1]
+    results = root / "benchmarks" / "results"
+    files = [str(root / "README.md"), str(root / "docs" / "performance.md")]
+    model = str(results / "h200x2_transformer.json")
+    report.main([str(results / "h200x2.json"), "--model", model, "--check", *files])
