@@ -9,10 +9,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
-from . import _partitioning, _spread, _strategy
-from ._lowering import collective_matmul_p
+from . import _partitioning, _strategy
+from ._lowering import collective_matmul_p, note_p
 from ._partitioning import Partitioned
 from ._strategy import Plan
+
+_OURS = (collective_matmul_p, note_p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +85,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     # A function of its own, so that no cache has it and partitioning is seen.
     traced = jax.jit(lambda args, kwargs: fn(*args, **kwargs)).trace(args, kwargs)
     equations = list(_equations(traced.jaxpr.jaxpr))
-    found = [_describe(equation) for equation in equations if equation.primitive is collective_matmul_p]
-    found += [_describe_dot(equation) for equation in equations if equation.primitive is _spread.plain_dot_p]
+    found = [_describe(equation) for equation in equations if equation.primitive in _OURS]
     waiting = [equation for equation in equations if _partitioning.holds_product(equation)]
     if waiting:
         with _partitioning.listen() as heard:
@@ -105,8 +106,15 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _describe(equation: Any) -> CollectiveMatmul:
-    request, choice = equation.params["request"], equation.params["choice"]
-    x, w, y = (variable.aval for variable in (*equation.invars, *equation.outvars))
+    y, about = equation.outvars[0].aval, equation.params.get("about")
+    if about is None:
+        about = equation.params["request"], equation.params["choice"]
+        x, w = (variable.aval for variable in equation.invars)
+    else:
+        x, w = equation.params["x"], equation.params["w"]
+    if isinstance(about, str):  # explicit shardings left it to XLA
+        return _dot(_shard(x), _shard(w), _shard(y), False, about)
+    request, choice = about
     return CollectiveMatmul(
         op=request.op,
         x=x.shape,
@@ -126,7 +134,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
 
 def _describe_partitioned(each: Partitioned) -> CollectiveMatmul:
     for equation in _equations(each.work.jaxpr):
-        if equation.primitive is collective_matmul_p:
+        if equation.primitive in _OURS:
             return _describe(equation)
     return _dot(*each.operands, each.result, each.transpose_w, each.layout.reason)
 
@@ -135,12 +143,6 @@ def _describe_whole(equation: Any) -> CollectiveMatmul:
     """A product that was lowered for one device."""
     x, w, y = (variable.aval for variable in (*equation.invars[:2], *equation.outvars))
     return _dot(x, w, y, equation.params["static_args"][0].product == "x", "there is one device: a plain dot")
-
-
-def _describe_dot(equation: Any) -> CollectiveMatmul:
-    """What explicit shardings left to XLA."""
-    x, w, y = (_shard(aval) for aval in (equation.params["x"], equation.params["w"], equation.outvars[0].aval))
-    return _dot(x, w, y, False, equation.params["reason"])
 
 
 def _shard(aval: Any) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,6 @@
-"""One JAX primitive for all ops and all strategies, and its lowering: the custom call, or lax.
+"""The JAX primitives behind all ops: the custom call, and a note of what XLA runs.
 
-That a collective matmul stays one equation whatever its strategy is what lets `explain` find it in any traced function.
+That every collective matmul leaves one equation is what lets `explain` find it in any traced function.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 from . import _core, _reference, _strategy
 from ._config import TRANSPORTS
 from ._strategy import Choice, Plan, Request
-
-_REFERENCE = {
-    "all_gather_matmul": _reference.all_gather_matmul,
-    "matmul_reduce_scatter": _reference.matmul_reduce_scatter,
-    "matmul_all_reduce": _reference.matmul_all_reduce,
-}
 
 for _platform, _targets in _core.registrations().items():
     for _target, _stages in _targets.items():
@@ -84,14 +78,6 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
 def _lower_for(target: str | None) -> Callable[..., Any]:
     def lower(x: jax.Array, w: jax.Array, *, request: Request, choice: Choice) -> Any:
         team, plan = request.team, choice.plan
-        if choice.strategy == "xla":
-            options = {"transpose_w": request.transpose_w, "dtype": request.dtype, "precision": request.precision}
-            if team.size == 1:
-                return _reference.matmul(x, w, **options)
-            if target == "host" and team.loose_axes and request.dtype in (jnp.bfloat16, jnp.float16):
-                # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
-                options["dtype"] = jnp.float32
-            return _REFERENCE[request.op](x, w, team.axis_name, **options).astype(request.dtype)
         if plan is None or plan.target != target:
             raise NotImplementedError(
                 f"entwine_jax.{request.op}: strategy='fused' was traced for {team.platform} devices and can't be "
@@ -112,3 +98,45 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
 mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for(None), multiple_results=False))
 mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("host"), multiple_results=False), platform="cpu")
 mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("sm90"), multiple_results=False), platform="cuda")
+
+
+_REFERENCE = {
+    "all_gather_matmul": _reference.all_gather_matmul,
+    "matmul_reduce_scatter": _reference.matmul_reduce_scatter,
+    "matmul_all_reduce": _reference.matmul_all_reduce,
+}
+
+
+def on_xla(request: Request, choice: Choice, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product in lax, with JAX's own derivatives and batching."""
+    team, dtype = request.team, request.dtype
+    if team.platform == "cpu" and team.loose_axes and dtype in (jnp.bfloat16, jnp.float16):
+        # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
+        dtype = np.dtype(np.float32)
+    options: dict[str, Any] = {"transpose_w": request.transpose_w, "dtype": dtype, "precision": request.precision}
+    if team.size == 1:
+        y = _reference.matmul(x, w, **options)
+    else:
+        y = _REFERENCE[request.op](x, w, team.axis_name, **options)
+    return note(y.astype(request.dtype), jax.typeof(x), jax.typeof(w), (request, choice))
+
+
+# Leaves a word to `explain` where a product is XLA's.
+note_p = Primitive("collective_matmul_note")
+
+
+def note(y: jax.Array, x: Any, w: Any, about: tuple[Request, Choice] | str) -> jax.Array:
+    """y as it is, a product of x and w (types): which collective matmul it is, or why it is none."""
+    noted: jax.Array = note_p.bind(y, x=x, w=w, about=about)
+    return noted
+
+
+def _note_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return note_p.bind(*primals, **params), tangents[0]
+
+
+note_p.def_abstract_eval(lambda y, **params: y)
+note_p.def_impl(lambda y, **params: y)
+ad.primitive_jvps[note_p] = _note_jvp
+batching.primitive_batchers[note_p] = lambda args, dims, **params: (note_p.bind(*args, **params), dims[0])
+mlir.register_lowering(note_p, lambda ctx, y, **params: [y])

@@ -199,7 +199,7 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
         if type(error).__name__ != "ShardingTypeError":  # it isn't public
             raise
         raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
-    return _spread.note_plain_dot(y, jax.typeof(x), jax.typeof(w), found.reason)
+    return _lowering.note(y, jax.typeof(x), jax.typeof(w), found.reason)
 
 
 def _mesh(x: jax.Array, w: jax.Array) -> Any:

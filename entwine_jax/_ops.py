@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _config, _lowering, _reference, _strategy, _team
 from ._config import Config, Settings
-from ._strategy import Request
+from ._strategy import Choice, Request
 from ._team import Team
 
 AxisName = str | Sequence[str]
@@ -160,7 +160,7 @@ def on_ranks(
     request = Request(op, team, False, dtype, precision, settings)
     x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
     leading, matrix = x.shape[:-2], x.shape[-2:]
-    y: jax.Array = _matmul(request, x.reshape(math.prod(leading), *matrix), w)
+    y = _matmul(request, x.reshape(math.prod(leading), *matrix), w)
     return y.reshape(*leading, *y.shape[1:])
 
 
@@ -175,35 +175,42 @@ def of_shards(
     a = a.reshape(math.prod(leading), *matrix)
     request = Request(op, team, transpose_b, dtype, precision, settings)
     if a.dtype != b.dtype:
-        operand = _operand(request, a.astype(b.dtype), b, a.dtype)
+        operand = _operand(_strategy.choose(request, a.astype(b.dtype), b), b, a.dtype)
         a, b, request = a.astype(operand), b.astype(operand), dataclasses.replace(request, dtype=operand)
-    y = _primal(request, a, b)
+    y = _matmul(request, a, b)
     return y.reshape(*leading, *y.shape[1:]).astype(dtype)
 
 
-def _primal(request: Request, x: jax.Array, w: jax.Array) -> jax.Array:
+def _matmul(request: Request, x: jax.Array, w: jax.Array) -> jax.Array:
     """x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes."""
     choice = _strategy.choose(request, x, w)
+    if choice.strategy == "fused":
+        y: jax.Array = _fused(request, choice, x, w)
+        return y
+    return _lowering.on_xla(request, choice, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(request: Request, choice: Choice, x: jax.Array, w: jax.Array) -> jax.Array:
     y: jax.Array = _lowering.collective_matmul_p.bind(x, w, request=request, choice=choice)
     return y
 
 
-_matmul: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-
-
-def _forward(request: Request, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _matmul(request, x, w), (x, w)
+def _forward(
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _fused(request, choice, x, w), (x, w)
 
 
 _OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 
 
-def _backward(request: Request, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(
+    request: Request, choice: Choice, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    operand = _operand(request, x, w, dy.dtype)
+    operand = _operand(choice, w, dy.dtype)
     dy = dy.astype(operand)
-    if request.op == "matmul_all_reduce":
-        return _all_reduce_backward(request, x, w, dy)
     to_dx = dataclasses.replace(request, op=_OTHER[request.op], transpose_w=not request.transpose_w, dtype=operand)
     dx = _matmul(to_dx, dy, w.astype(operand))
     dw = _reference.weight_gradient(
@@ -212,28 +219,14 @@ def _backward(request: Request, saved: tuple[jax.Array, jax.Array], dy: jax.Arra
     return dx.astype(x.dtype), (dw.T if request.transpose_w else dw).astype(w.dtype)
 
 
-def _operand(request: Request, x: jax.Array, w: jax.Array, cotangent: Any) -> Any:
+_fused.defvjp(_forward, _backward)
+
+
+def _operand(choice: Choice, w: jax.Array, cotangent: Any) -> Any:
     """What a gradient's product is taken in. The fused kernels multiply bfloat16: a float32 cotangent is rounded for
     them. (float16 has not the range for that.)"""
-    rounds = w.dtype == jnp.bfloat16 and _strategy.choose(request, x, w).strategy == "fused"
+    rounds = w.dtype == jnp.bfloat16 and choice.strategy == "fused"
     return w.dtype if rounds else jnp.promote_types(cotangent, w.dtype)
-
-
-def _all_reduce_backward(request: Request, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Without a collective where JAX knows y to be the same on all ranks (check_vma=True); else it deals each rank a
-    part of the cotangent."""
-    if not {*request.team.axis_name} <= jax.typeof(x).manual_axis_type.varying:
-        dy = lax.psum(dy, request.team.axis_name)
-    dx = _reference.matmul(
-        dy, w.astype(dy.dtype), transpose_w=not request.transpose_w, dtype=dy.dtype, precision=request.precision
-    )
-    summed = (((0, 1), (0, 1)), ((), ()))
-    wide = jnp.promote_types(dy.dtype, jnp.float32)
-    dw = lax.dot_general(x.astype(dy.dtype), dy, summed, precision=request.precision, preferred_element_type=wide)
-    return dx.astype(x.dtype), (dw.T if request.transpose_w else dw).astype(w.dtype)
-
-
-_matmul.defvjp(_forward, _backward)
 
 
 def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from . import _ops, _team
 from ._config import Settings
@@ -52,26 +50,6 @@ def whole(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = a.astype(operand), b.astype(operand)
     y: jax.Array = lax.dot_general(a, b, (contracted, ((), ())), precision=call.precision, preferred_element_type=wide)
     return y.astype(call.dtype)
-
-
-plain_dot_p = Primitive("plain_dot")
-
-
-def note_plain_dot(y: jax.Array, x: Any, w: Any, reason: str) -> jax.Array:
-    """y as it is, with a word to `explain` where it comes from."""
-    noted: jax.Array = plain_dot_p.bind(y, x=x, w=w, reason=reason)
-    return noted
-
-
-def _plain_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    return plain_dot_p.bind(*primals, **params), tangents[0]
-
-
-plain_dot_p.def_abstract_eval(lambda y, **params: y)
-plain_dot_p.def_impl(lambda y, **params: y)
-ad.primitive_jvps[plain_dot_p] = _plain_jvp
-batching.primitive_batchers[plain_dot_p] = lambda args, dims, **params: (plain_dot_p.bind(*args, **params), dims[0])
-mlir.register_lowering(plain_dot_p, lambda ctx, y, **params: [y])
 
 
 def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Array, jax.Array], jax.Array]:

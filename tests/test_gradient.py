@@ -170,6 +170,28 @@ def test_forward_mode_is_a_clear_error():
         jax.jvp(jax.jit(f), (x, w), (x, w))
 
 
+def on_xla(op, x, w, axis):
+    return getattr(entwine_jax, op)(x, w, axis, strategy="xla")
+
+
+def test_xla_is_lax_and_nothing_more():
+    """Where XLA runs a matmul, its program is that of the lax line: the gathered x is kept for dw."""
+    mesh, args = mesh_of((2, 4), ("d", "t")), operands()
+    counts = []
+    for rank in (on_xla, in_lax):
+        text = jax.jit(jax.grad(mlp(rank, mesh, True), (0, 1, 2))).lower(*args).compile().as_text()
+        counts.append({name: text.count(f" {name}(") for name in ("all-gather", "reduce-scatter", "all-reduce", "dot")})
+    assert counts[0] == counts[1] and counts[0]["all-gather"] > 0
+
+
+def test_forward_mode_on_xla():
+    mesh = mesh_of((2,))
+    x, w = normal((4, 6), 1), normal((6, 4), 2)
+    for op in OPS:
+        got, wanted = (jax.jvp(jax.jit(spread(rank, op, mesh)), (x, w), (x, w)) for rank in (on_xla, in_lax))
+        assert_close(got, wanted)
+
+
 def test_auto_and_xla_have_the_same_gradients_as_lax():
     mesh, args = mesh_of((2, 4), ("d", "t")), operands()
     wanted = jax.jit(jax.grad(mlp(in_lax, mesh, True), (0, 1, 2)))(*args)
