@@ -193,30 +193,20 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
 
 def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]:
     """What a call on GPUs should take, fused and on XLA, in microseconds: cc/schedule/cost.h."""
-    shape = sizes(request, x.shape, w.shape)
-    return _core.predict(
-        request.op,
-        ranks=request.team.size,
-        batch=shape.batch,
-        m_shard=shape.m_shard,
-        n=shape.n,
-        k=shape.k,
-        out_bytes=request.dtype.itemsize,
-    )
+    return _core.predict(request.op, **_geometry(request, x, w), out_bytes=request.dtype.itemsize)
 
 
 def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array) -> int:
     """Peer memory that the call needs on each rank; calls of one team share it."""
-    shape = sizes(request, x.shape, w.shape)
     return _core.arena_bytes(
         request.op,
-        ranks=request.team.size,
-        batch=shape.batch,
-        m_shard=shape.m_shard,
-        n=shape.n,
-        k=shape.k,
+        **_geometry(request, x, w),
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
         element_bytes=(x.dtype if request.op == "all_gather_matmul" else request.dtype).itemsize,
         parts=_PARTS[plan.target],
     )
+
+
+def _geometry(request: Request, x: jax.Array, w: jax.Array) -> dict[str, int]:
+    return {"ranks": request.team.size} | dataclasses.asdict(sizes(request, x.shape, w.shape))
