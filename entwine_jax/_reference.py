@@ -4,6 +4,10 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+# What policies of jax.checkpoint know the gathered x by.
+GATHERED = "entwine_gathered"
 
 AxisNames = tuple[str, ...]
 
@@ -17,7 +21,8 @@ def matmul(x: jax.Array, w: jax.Array, *, transpose_w: bool, dtype: Any, precisi
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
 ) -> jax.Array:
-    return matmul(gather(x, axis_name), w, transpose_w=transpose_w, dtype=dtype, precision=precision)
+    gathered = checkpoint_name(gather(x, axis_name), GATHERED)
+    return matmul(gathered, w, transpose_w=transpose_w, dtype=dtype, precision=precision)
 
 
 def matmul_reduce_scatter(

@@ -10,6 +10,8 @@ from helpers import OPS, assert_close, fused, in_lax, integers, mesh_of, normal,
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import entwine_jax
+
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_remat_and_scan(check_vma):
@@ -34,6 +36,23 @@ def test_remat_and_scan(check_vma):
 
     got, wanted = (jax.jit(jax.value_and_grad(loss(m), (0, 1)))(x, layers) for m in (fused, in_lax))
     assert_close(got, wanted)
+
+
+def test_the_gathered_operand_has_a_name():
+    """A policy may save what was gathered on XLA, rather than gather it again in the backward pass."""
+
+    def gathers(policy):
+        def rank(x, w):
+            return jax.checkpoint(
+                lambda x, w: jnp.tanh(entwine_jax.all_gather_matmul(x, w, "t", strategy="xla")), policy=policy
+            )(x, w)
+
+        f = jax.shard_map(rank, mesh=mesh_of((4,)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
+        gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.square(f(x, w))), (0, 1)))
+        return gradient.lower(normal((8, 12), 1), normal((12, 16), 2)).as_text().count("stablehlo.all_gather")
+
+    assert gathers(None) == 2
+    assert gathers(jax.checkpoint_policies.save_only_these_names("entwine_gathered")) == 1
 
 
 @pytest.mark.parametrize("op", OPS)
