@@ -49,8 +49,8 @@ def all_gather_matmul(
     ``all_gather(x).T @ dy``. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its
     columns.
 
-    For policies of ``jax.checkpoint``: on XLA the gathered x is named ``"entwine_gathered"``; fused, it is nowhere whole,
-    and x itself is what to save.
+    For policies of ``jax.checkpoint``: on XLA the gathered x is named ``"entwine_gathered"``; fused, it is nowhere
+    whole, and x itself is what to save.
 
     Args:
       x: the rank's rows; leading dimensions are a batch.
