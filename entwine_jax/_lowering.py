@@ -43,11 +43,7 @@ def _result(x: Any, w: Any, *, request: Request, choice: Choice) -> Any:
     shape = _strategy.sizes(request, x.shape, w.shape)
     rows = shape.m_shard * (request.team.size if request.op == "all_gather_matmul" else 1)
     # From x's own type, to carry the axes it varies over: a plain ShapeDtypeStruct would call the result replicated.
-    y = x.update(shape=(shape.batch, rows, shape.n), dtype=request.dtype, weak_type=False)
-    if request.op != "matmul_all_reduce":
-        return y
-    varying = x.manual_axis_type.varying - {*request.team.axis_name}
-    return y.update(manual_axis_type=x.manual_axis_type.update(varying=varying))
+    return x.update(shape=(shape.batch, rows, shape.n), dtype=request.dtype, weak_type=False)
 
 
 collective_matmul_p.def_abstract_eval(_result)

@@ -109,9 +109,9 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   if (!call) return call.error();
   DeviceScope scope(device);
   int multiprocessors = ready_device(device);
-  if (team::stuck_report() == nullptr) return failed(op, "no pinned host memory", ffi::ErrorCode::kResourceExhausted);
   if (multiprocessors < 0)
     return failed(op, cudaGetErrorString(static_cast<cudaError_t>(-multiprocessors)), ffi::ErrorCode::kInternal);
+  if (team::stuck_report() == nullptr) return failed(op, "no pinned host memory", ffi::ErrorCode::kResourceExhausted);
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();
   std::string why;

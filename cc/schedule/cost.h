@@ -14,8 +14,7 @@ struct Prediction {
 namespace cost {
 
 // A persistent kernel: launch, prologue, first loads, drain; each tile: k blocks at the cluster's sustained rate, and its
-// epilogue.
-// With few tiles the kernel is bound by how fast their columns of w stream in.
+// epilogue. With few tiles the kernel is bound by how fast their columns of w stream in.
 constexpr double kLaunchUs = 8, kTileUs = 2.5, kStreamBytesPerUs = 1.1e6;
 // XLA: a GEMM of any tile shape at cuBLAS' rate or memory's, and NCCL before or after it.
 constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 24, kNcclBytesPerUs = 0.205e6;

@@ -2,15 +2,16 @@
 //
 //   warp 0      loader      TMA loads of x and w into the pipeline
 //   warps 1, 2  storers     own the C buffers of consumers 0 and 1: partials in, images out, signals
-//   warp 3      scheduler   (CTA 0) claims tiles and posts them to both CTAs
+//   warp 3      scheduler   (CTA 0) claims tiles and posts them to both CTAs; all-gather: once their rows have landed
 //               pusher      (CTA 1, all-gather, the first `pushers` clusters) copies the own chunk to the peers
 //   warps 4-11  consumers   two warpgroups: wgmma, reduction, rounding
 //
 // Single-thread roles run in lane 0 of their warp.
 //
 // Memory order. A producer's bulk stores have landed (wait_group 0) before it raises a signal with st.release.sys; whoever
-// waits reads it with ld.acquire.sys and then fences the asynchronous proxy before its first TMA read. Shared-memory buffers
-// change hands through mbarriers, with a proxy fence where a consumer's stores are read by TMA.
+// waits reads it with ld.acquire.sys and then fences the asynchronous proxy before its first TMA read; the all-gather scheduler
+// waits for both CTAs' loaders, passes on what it acquired by a cluster fence and its post, and they fence the proxy.
+// Shared-memory buffers change hands through mbarriers, with a proxy fence where a consumer's stores are read by TMA.
 //
 // Why it can't deadlock. Tiles are claimed in queue order from one counter; schedule/tile_order.h shows that a tile waits only
 // for tiles at earlier positions of their producers' queues, and tiles of other owners, like pushers, wait for no peer. A

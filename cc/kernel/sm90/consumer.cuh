@@ -1,5 +1,7 @@
 // Consumer: a warpgroup with 64 rows of the tile, 128 float32 accumulators a thread. It multiplies, adds partial sums that its
-// storer has fetched, rounds once and hands 8 KB images to its storer. It never waits for a peer, only for its storer.
+// storer has fetched, rounds once and hands 8 KB images to its storer. It waits for its loader, its storer and the next tile's
+// post; of peers only through these. (All-gather: the post of a tile waits for its rows, and the upper half of the tile before
+// for the post. Nobody waits for y, so that holds up nothing but itself.)
 #pragma once
 
 #include "kernel/ptx/matrix.cuh"

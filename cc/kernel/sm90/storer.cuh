@@ -1,5 +1,5 @@
 // Storer: one thread a consumer. It owns the consumer's C buffers: fetches the peers' partial sums into them, stores images of
-// y or of partials for other owners, and signals. No math warp ever waits for a peer or for a store.
+// y or of partials for other owners, and signals. No math warp polls a peer or waits for a store to land.
 //
 // y coordinates, all-gather: (n, row, chunk, batch), the rows of a batch are the chunks in rank order; reduce-scatter:
 // (n, row, batch, 0). Rows past a chunk and columns past the end are clipped by TMA. Partials travel as raw images.
