@@ -18,6 +18,8 @@
 #include "schedule/tile_order.h"
 #ifdef ENTWINE_WITH_CUDA
 #include "ffi/cuda_handlers.h"
+#include "ffi/problem.h"
+#include "team/trace.h"
 #endif
 
 namespace entwine {
@@ -109,6 +111,36 @@ uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint
   return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
 }
 
+#ifdef ENTWINE_WITH_CUDA
+void start_trace(uint64_t bytes) {
+  std::string why = team::trace_start(bytes);
+  if (!why.empty()) throw std::runtime_error(why);
+}
+
+// One dict a launch; "events" are the bytes of schedule::TraceEvent[ctas][writers][capacity].
+nb::list stop_trace() {
+  nb::list launches;
+  for (team::TracedLaunch const& launch : team::trace_stop()) {
+    nb::dict d;
+    d["op"] = op_name(launch.op);
+    d["device"] = launch.device;
+    d["rank"] = launch.rank;
+    d["ranks"] = launch.geometry.ranks;
+    d["m_shard"] = launch.geometry.m_shard;
+    d["n"] = launch.geometry.n;
+    d["k"] = launch.geometry.k;
+    d["out_bytes"] = launch.out_bytes;
+    d["ctas"] = launch.ctas;
+    d["writers"] = kTraceWriters;
+    d["capacity"] = launch.capacity;
+    d["events"] = nb::bytes(reinterpret_cast<char const*>(launch.events),
+                            uint64_t(launch.ctas) * kTraceWriters * launch.capacity * sizeof(TraceEvent));
+    launches.append(d);
+  }
+  return launches;
+}
+#endif
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -126,6 +158,8 @@ NB_MODULE(_core, m) {
 #ifdef ENTWINE_WITH_CUDA
   m.def("peer_access", &peer_access, "device_ordinals"_a,
         "Empty if these GPUs are all sm_90 and see each other's memory, else why not.");
+  m.def("start_trace", &start_trace, "bytes"_a, "From now on launches note what happens to their tiles.");
+  m.def("stop_trace", &stop_trace, "The launches since start_trace, as dicts.");
 #endif
 }
 

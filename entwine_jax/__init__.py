@@ -4,13 +4,17 @@ from ._config import Config
 from ._explain import CollectiveMatmul, Explanation, explain
 from ._matmul import collective_matmul
 from ._ops import all_gather_matmul, matmul_reduce_scatter
+from ._trace import Trace, TracedCall, trace_tiles
 
 __all__ = [
     "CollectiveMatmul",
     "Config",
     "Explanation",
+    "Trace",
+    "TracedCall",
     "all_gather_matmul",
     "collective_matmul",
     "explain",
     "matmul_reduce_scatter",
+    "trace_tiles",
 ]

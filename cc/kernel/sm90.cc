@@ -32,10 +32,12 @@ bool encode(TensorView view, uint32_t inner, uint32_t rows, CUtensorMap* map) {
   return encode_tensor_map(view, map);
 }
 
-Kernel pick_kernel(Op op, bool transposed_w, bool float_out, int* shared_bytes) {
-  return op == Op::kAllGatherMatmul ? all_gather_matmul_kernel(transposed_w, float_out, shared_bytes)
-                                    : matmul_reduce_scatter_kernel(transposed_w, float_out, shared_bytes);
+Kernel pick_kernel(Op op, Variant const& variant, int* shared_bytes) {
+  return op == Op::kAllGatherMatmul ? all_gather_matmul_kernel(variant, shared_bytes)
+                                    : matmul_reduce_scatter_kernel(variant, shared_bytes);
 }
+
+uint32_t clusters_of(Call const& call) { return schedule::smaller(call.multiprocessors / kCtas, call.geometry.tiles()); }
 
 }  // namespace
 
@@ -62,13 +64,20 @@ std::string unsupported(Call const& call) {
 cudaError_t load_kernels() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
     for (bool transposed_w : {false, true})
-      for (bool float_out : {false, true}) {
-        int shared_bytes = 0;
-        auto kernel = reinterpret_cast<void const*>(pick_kernel(op, transposed_w, float_out, &shared_bytes));
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        if (error != cudaSuccess) return error;
-      }
+      for (bool float_out : {false, true})
+        for (bool traced : {false, true}) {
+          int shared_bytes = 0;
+          auto kernel = reinterpret_cast<void const*>(pick_kernel(op, {transposed_w, float_out, traced}, &shared_bytes));
+          cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+          if (error != cudaSuccess) return error;
+        }
   return cudaSuccess;
+}
+
+TraceShape trace_shape(Call const& call) {
+  // A storer notes five things a tile, a pusher one a unit; clusters share tiles almost evenly, pushers units less so.
+  uint32_t clusters = clusters_of(call), tiles = schedule::ceil_div(call.geometry.tiles(), clusters);
+  return {kCtas * clusters, 256 + 16 * tiles};
 }
 
 cudaError_t launch(Call const& call, cudaStream_t stream) {
@@ -99,7 +108,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.rank = call.rank;
   p.row_blocks = g.row_blocks();
   p.k_blocks = schedule::larger(schedule::ceil_div(g.k, kBlockK), kMinKBlocks);
-  p.clusters = schedule::smaller(call.multiprocessors / kCtas, g.tiles());
+  p.clusters = clusters_of(call);
   p.lead = call.plan.lead;
   p.pull = call.plan.transport == schedule::Transport::kPull;
   p.pushers = call.plan.pushers;
@@ -116,9 +125,11 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.words_per_source = call.arena.words_per_source;
   p.timeout_ns = call.timeout_ns;
   p.stuck = call.stuck;
+  p.trace = call.trace;
+  p.trace_capacity = trace_shape(call).capacity;
 
   int shared_bytes = 0;
-  Kernel kernel = pick_kernel(call.op, call.transposed_w, call.float_out, &shared_bytes);
+  Kernel kernel = pick_kernel(call.op, {call.transposed_w, call.float_out, call.trace != nullptr}, &shared_bytes);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = kCtas;

@@ -9,6 +9,7 @@
 #include "schedule/arena_layout.h"
 #include "schedule/plan.h"
 #include "schedule/stuck_report.h"
+#include "schedule/trace_event.h"
 
 namespace entwine::sm90 {
 
@@ -25,6 +26,7 @@ struct Call {
   uint32_t multiprocessors;
   uint64_t timeout_ns;  // of any one wait for a peer; 0: none
   schedule::StuckReport* stuck;
+  schedule::TraceEvent* trace;  // null: no notes. Else trace_events() of them, zeroed, mapped here
 };
 
 // "" or why the kernels can't take this call: dtypes are checked by the caller.
@@ -36,9 +38,19 @@ cudaError_t load_kernels();
 // Enqueues one kernel; nothing else happens on the device or the host.
 cudaError_t launch(Call const& call, cudaStream_t stream);
 
+// Notes of one traced launch: its CTAs, and how many events each of a CTA's writers has room for (what is beyond is dropped).
+struct TraceShape {
+  uint32_t ctas, capacity;
+  uint64_t events() const { return uint64_t(ctas) * schedule::kTraceWriters * capacity; }
+};
+TraceShape trace_shape(Call const& call);
+
 // One .cu file an op; picked by launch() and load_kernels().
+struct Variant {
+  bool transposed_w, float_out, traced;
+};
 using Kernel = void (*)(struct Params);
-Kernel all_gather_matmul_kernel(bool transposed_w, bool float_out, int* shared_bytes);
-Kernel matmul_reduce_scatter_kernel(bool transposed_w, bool float_out, int* shared_bytes);
+Kernel all_gather_matmul_kernel(Variant const& variant, int* shared_bytes);
+Kernel matmul_reduce_scatter_kernel(Variant const& variant, int* shared_bytes);
 
 }  // namespace entwine::sm90

@@ -9,25 +9,31 @@
 namespace entwine::sm90 {
 namespace {
 
-template <bool kTransposedW, typename Out>
-using ReduceScatterConfig = Config<schedule::Op::kMatmulReduceScatter, kTransposedW, Out>;
+template <bool kTransposedW, typename Out, bool kTraced>
+using ReduceScatterConfig = Config<schedule::Op::kMatmulReduceScatter, kTransposedW, Out, kTraced>;
 
-template <bool kTransposedW, typename Out>
+template <bool kTransposedW, typename Out, bool kTraced>
 __global__ void __launch_bounds__(kThreads, 1) sm90_matmul_reduce_scatter_bf16(__grid_constant__ const Params params) {
-  collective_matmul<ReduceScatterConfig<kTransposedW, Out>>(params);
+  collective_matmul<ReduceScatterConfig<kTransposedW, Out, kTraced>>(params);
+}
+
+template <bool kTransposedW, typename Out, bool kTraced>
+Kernel pick(int* shared_bytes) {
+  *shared_bytes = Shared<ReduceScatterConfig<kTransposedW, Out, kTraced>>::kAllocated;
+  return sm90_matmul_reduce_scatter_bf16<kTransposedW, Out, kTraced>;
 }
 
 template <bool kTransposedW, typename Out>
-Kernel pick(int* shared_bytes) {
-  *shared_bytes = Shared<ReduceScatterConfig<kTransposedW, Out>>::kAllocated;
-  return sm90_matmul_reduce_scatter_bf16<kTransposedW, Out>;
+Kernel pick(bool traced, int* shared_bytes) {
+  return traced ? pick<kTransposedW, Out, true>(shared_bytes) : pick<kTransposedW, Out, false>(shared_bytes);
 }
 
 }  // namespace
 
-Kernel matmul_reduce_scatter_kernel(bool transposed_w, bool float_out, int* shared_bytes) {
-  if (float_out) return transposed_w ? pick<true, float>(shared_bytes) : pick<false, float>(shared_bytes);
-  return transposed_w ? pick<true, __nv_bfloat16>(shared_bytes) : pick<false, __nv_bfloat16>(shared_bytes);
+Kernel matmul_reduce_scatter_kernel(Variant const& v, int* shared_bytes) {
+  if (v.float_out) return v.transposed_w ? pick<true, float>(v.traced, shared_bytes) : pick<false, float>(v.traced, shared_bytes);
+  return v.transposed_w ? pick<true, __nv_bfloat16>(v.traced, shared_bytes)
+                        : pick<false, __nv_bfloat16>(v.traced, shared_bytes);
 }
 
 }  // namespace entwine::sm90

@@ -11,12 +11,13 @@
 
 namespace entwine::sm90 {
 
-template <schedule::Op kOp_, bool kTransposedW_, typename Out_>
+template <schedule::Op kOp_, bool kTransposedW_, typename Out_, bool kTraced_>
 struct Config {
   static constexpr schedule::Op kOp = kOp_;
   static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul;
   static constexpr bool kTransposedW = kTransposedW_;  // w is stored (n, k)
   using Out = Out_;
+  static constexpr bool kTraced = kTraced_;  // takes notes: tracer.cuh
   static constexpr bool kFloatOut = sizeof(Out) == 4;
 
   // Whether the next tile's first k block starts before the finished tile is stored. Measured: 0.5 to 1.4 % faster for

@@ -15,6 +15,7 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
   Params const& p = cta.params;
   Shared<C> const& shared = cta.shared;
   TileStream<C> tiles(shared);
+  Tracer<C> trace(p, 0);
   uint32_t stage = 0, phase = 1;
   uint32_t ask_at = p.k_blocks > kClaimAhead ? p.k_blocks - kClaimAhead : 0;
   for (uint32_t packed; (packed = tiles.next()) != kNoTile;) {
@@ -35,6 +36,7 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
     for (uint32_t k = 0; k < p.k_blocks; ++k) {
       if (k == ask_at) tiles.taken();
       ptx::mbarrier_wait(shared.empty(stage), phase);
+      if (k == 0) trace.mark(schedule::Mark::kFirstLoad, packed);
       ptx::mbarrier_arrive_expect(shared.full(stage), C::kStageBytes);
       ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), k * kBlockK, row, third, fourth);
       // Each CTA loads half of w's tile for both.
@@ -53,6 +55,7 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
         phase ^= 1;
       }
     }
+    trace.mark(schedule::Mark::kLastLoad, packed);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "schedule/stuck_report.h"
 #include "schedule/tile_order.h"
+#include "schedule/trace_event.h"
 
 namespace entwine::sm90 {
 
@@ -44,6 +45,9 @@ struct Params {
 
   uint64_t timeout_ns;  // of any one wait for a peer; 0: none
   schedule::StuckReport* stuck;
+
+  schedule::TraceEvent* trace;  // traced kernels: [CTA][writer][trace_capacity], zeroed
+  uint32_t trace_capacity;
 };
 
 }  // namespace entwine::sm90

@@ -15,7 +15,7 @@ template <class C>
 class Pusher {
  public:
   __device__ __forceinline__ explicit Pusher(Cta<C> const& cta)
-      : cta_(cta), order_{cta.params.ranks, cta.params.rank, cta.params.raster.rows, cta.params.units_per_block} {}
+      : cta_(cta), trace_(cta.params, 3), order_{cta.params.ranks, cta.params.rank, cta.params.raster.rows, cta.params.units_per_block} {}
 
   __device__ __forceinline__ void run() {
     uint32_t* queue = &cta_.control()->push[cta_.parity()];
@@ -84,6 +84,7 @@ class Pusher {
     Params const& p = cta_.params;
     for (; (counted_ + 1) * kPiecesPerUnit <= landed; ++counted_) {
       uint32_t block = ptx::load_shared(cta_.shared.unit(counted_) + 8), destination = block >> 24, row = block & 0xffffff;
+      trace_.mark(schedule::Mark::kPushed, block);
       uint32_t* arrivals = reinterpret_cast<uint32_t*>(p.arena[p.rank] + p.arrivals_offset) +
                            schedule::signal_word(destination, p.words_per_source, schedule::gathered_signal(row));
       if (ptx::add_acquire_release(arrivals, 1) == p.units_per_block - 1) {
@@ -100,6 +101,7 @@ class Pusher {
   }
 
   Cta<C> const& cta_;
+  Tracer<C> trace_;
   schedule::PushOrder order_;
   uint32_t loaded_ = 0, stored_ = 0, counted_ = 0;  // pieces, pieces, units
 };

@@ -4,6 +4,7 @@
 #include "kernel/ptx/cluster.cuh"
 #include "kernel/ptx/memory_order.cuh"
 #include "kernel/sm90/config.cuh"
+#include "kernel/sm90/tracer.cuh"
 #include "kernel/sm90/wait.cuh"
 
 namespace entwine::sm90 {
@@ -79,13 +80,16 @@ __device__ __forceinline__ void await_rows(Cta<C> const& cta, schedule::Tile til
 template <class C>
 __device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
   uint32_t tiles = cta.params.ranks * cta.params.raster.size(), position = cta.first_claim, phase = 0;
+  Tracer<C> trace(cta.params, 3);
   for (;;) {
     bool more = position < tiles;
     uint32_t packed = kNoTile;
     if (more) {
       schedule::Tile tile = tile_at<C>(cta.params, position);
-      if constexpr (C::kGather) await_rows(cta, tile);
       packed = pack_tile(tile);
+      trace.mark(schedule::Mark::kClaimed, packed);
+      if constexpr (C::kGather) await_rows(cta, tile);
+      trace.mark(schedule::Mark::kPosted, packed);
     }
     for (uint32_t i = 0; i < kCtas; ++i) ptx::post_word(cta.shared.tile_slot(), cta.shared.tile_ready(), i, packed);
     if (!more) return;

@@ -26,6 +26,7 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
   Params const& p = cta.params;
   Shared<C> const& shared = cta.shared;
   TileStream<C> tiles(shared);
+  Tracer<C> trace(p, 1 + consumer);
   uint32_t used = 0;   // C buffers used by finished tiles
   uint32_t armed = 0;  // of the tile at hand: buffers handed to the consumer
   for (uint32_t packed = tiles.next(); packed != kNoTile;) {
@@ -45,9 +46,12 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
           uint32_t ready = shared.buffer_ready(consumer, buffer(armed));
           if (reduce) {
             uint32_t image = armed / sources, source = schedule::peer_of_slot(p.rank, armed - image * sources);
-            if (image == 0)
+            if (image == 0) {
+              if (armed == 0) trace.mark(schedule::Mark::kAwaited, packed);
               wait_for_peer(cta, cta.signal(p.rank, source, schedule::partial_signal(index, part, schedule::kSm90Parts)),
                             source, tile.row, tile.col);
+              if (armed == sources - 1) trace.mark(schedule::Mark::kArrived, packed);
+            }
             ptx::mbarrier_arrive_expect(ready, kImageBytes);
             ptx::bulk_load(shared.image(consumer, buffer(armed)),
                            partial(cta, source, p.rank, index, part) + image * kImageBytes, kImageBytes, ready);
@@ -58,6 +62,8 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
       }
       uint32_t from = shared.image(consumer, buffer(item));
       ptx::mbarrier_wait(shared.buffer_done(consumer, buffer(item)), ((used + item) / C::kBuffers) & 1);
+      if (item == sources - 1) trace.mark(schedule::Mark::kMultiplied, packed);
+      if (item == items - 1) trace.mark(schedule::Mark::kRounded, packed);
       if (remote) {
         ptx::bulk_store(partial(cta, p.rank, tile.owner, index, part) + item * kImageBytes, from, kImageBytes);
         ptx::bulk_commit();
@@ -70,6 +76,7 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
     used += items;
     armed = 0;
 
+    uint32_t stored = packed;
     packed = tiles.next();
     if (remote) {
       // Buffers are free before their writes have landed: let the consumer go on. Then signal, before waiting for anyone.
@@ -80,6 +87,7 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
       ptx::bulk_wait<0>();
       ptx::store_release_system(cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
                                 schedule::signal_value(cta.epoch));
+      trace.mark(schedule::Mark::kLanded, stored);
     }
   }
   ptx::bulk_wait<0>();
