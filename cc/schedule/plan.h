@@ -16,7 +16,9 @@ struct Plan {
   uint32_t raster;          // row blocks walked together
   uint32_t lead;            // reduce-scatter: remote tiles ahead of the first own one
   Transport transport;      // reduce-scatter
-  uint32_t pushers;         // all-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM
+  // All-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM. Reduce-scatter by push, sm_90: remote
+  // tiles that may be on the link at once.
+  uint32_t pushers;
 };
 
 // sm_90: the one tile shape that the kernels are built for.

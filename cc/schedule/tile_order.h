@@ -29,6 +29,11 @@ struct Raster {
   }
 };
 
+// Where a remote tile, number `index` in the raster of `owner`'s chunk, stands among the remote tiles of `rank`.
+ENTWINE_HOST_DEVICE constexpr uint32_t remote_ordinal(uint32_t ranks, uint32_t rank, uint32_t owner, uint32_t index) {
+  return index * (ranks - 1) + (owner + ranks - rank - 1) % ranks;
+}
+
 // GEMM + reduce-scatter: `lead` remote tiles (other ranks' chunks), then groups of {1 own, ranks-1 remote} tiles, then what is
 // left of either. Remote tiles go round the owners rank+1, rank+2, ... with the raster index outermost: every receiver hears
 // every sender at an even pace all through the GEMM.

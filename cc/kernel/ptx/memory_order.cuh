@@ -41,6 +41,16 @@ __device__ __forceinline__ uint32_t add_relaxed(uint32_t* word, uint32_t value) 
   return before;
 }
 
+__device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void count_relaxed(uint32_t* word) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
+}
+
 // Passes on to the cluster what this thread has acquired, with whatever it writes next.
 __device__ __forceinline__ void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
 

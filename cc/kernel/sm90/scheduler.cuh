@@ -52,6 +52,7 @@ __device__ __forceinline__ Claim claim(Params const& params, Control* control) {
   Claim mine{static_cast<uint32_t>(before), static_cast<uint32_t>(before >> 32)};
   if (mine.position == params.ranks * params.raster.size() + params.clusters - 1) {
     ptx::store_relaxed(&control->push[~mine.epoch & 1], 0);
+    ptx::store_relaxed(&control->landed[~mine.epoch & 1], 0);
     ptx::store_relaxed_64(&control->queue, uint64_t(mine.epoch + 1) << 32);
   }
   return mine;

@@ -21,6 +21,18 @@ __device__ __forceinline__ uint8_t* partial(Cta<C> const& cta, uint32_t producer
   return cta.staging(keeper) + (tile * schedule::kSm90Parts + part) * C::kPartBytes;
 }
 
+// Push: waits until the link is this tile's to use. Remote tiles go over it in the order in which they are claimed, `pushers` at
+// once: the earliest part lands first, where a free-for-all would let all land late, and stalled stores hold up no loads. An
+// earlier remote tile is at an earlier position of this rank's queue, so this keeps the progress rule.
+template <class C>
+__device__ __forceinline__ void await_link(Cta<C> const& cta, schedule::Tile tile, uint32_t index) {
+  Params const& p = cta.params;
+  uint32_t ordinal = schedule::remote_ordinal(p.ranks, p.rank, tile.owner, index);
+  if (ordinal < p.pushers) return;
+  uint32_t wanted = (ordinal - p.pushers + 1) * schedule::kSm90Parts;
+  while (ptx::load_relaxed(&cta.control()->landed[cta.parity()]) < wanted) __nanosleep(40);
+}
+
 template <class C>
 __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer) {
   Params const& p = cta.params;
@@ -65,6 +77,7 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
       if (item == sources - 1) trace.mark(schedule::Mark::kMultiplied, packed);
       if (item == items - 1) trace.mark(schedule::Mark::kRounded, packed);
       if (remote) {
+        if (item == 0 && !p.pull) await_link(cta, tile, index);
         ptx::bulk_store(partial(cta, p.rank, tile.owner, index, part) + item * kImageBytes, from, kImageBytes);
         ptx::bulk_commit();
       } else if (uint32_t image = item / sources; item - image * sources == sources - 1) {
@@ -85,6 +98,7 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
         for (; armed < C::kBuffers && armed < C::kImages; ++armed)
           ptx::mbarrier_arrive(shared.buffer_ready(consumer, buffer(armed)));
       ptx::bulk_wait<0>();
+      if (!p.pull) ptx::count_relaxed(&cta.control()->landed[cta.parity()]);
       ptx::store_release_system(cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
                                 schedule::signal_value(cta.epoch));
       trace.mark(schedule::Mark::kLanded, stored);
