@@ -13,7 +13,7 @@
 
 #include "ffi/cpu_handlers.h"
 #include "schedule/arena_layout.h"
-#include "schedule/cost.h"
+#include "schedule/make_plan.h"
 #include "schedule/plan.h"
 #include "schedule/tile_order.h"
 #ifdef ENTWINE_WITH_CUDA
@@ -65,9 +65,9 @@ bool cuda_built() {
 #endif
 }
 
-nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t k, uint32_t partial_bytes) {
-  if (ranks < 1 || k < 1) throw std::invalid_argument("ranks and k must be at least 1");
-  Plan p = make_plan(op_of(op), target_of(target), ranks, k, partial_bytes);
+nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
+              uint32_t k, uint32_t out_bytes) {
+  Plan p = make_plan(op_of(op), target_of(target), geometry_of(ranks, batch, m_shard, n, k, 1, 1), out_bytes);
   nb::dict d;
   d["tile_m"] = p.tile_m;
   d["tile_n"] = p.tile_n;
@@ -80,7 +80,7 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
 
 std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
                                     uint32_t k, uint32_t out_bytes) {
-  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, kSm90TileM, kSm90TileN), out_bytes);
+  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, 1, 1), out_bytes);
   return {p.fused_us, p.xla_us};
 }
 
@@ -147,7 +147,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The compiled part of entwine_jax.";
   m.def("registrations", &registrations, "FFI handlers: {platform: {target: {stage: capsule}}}.");
   m.def("cuda_built", &cuda_built, "Whether the CUDA kernels are compiled in.");
-  m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "k"_a, "partial_bytes"_a,
+  m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "out_bytes"_a,
         "The default plan of an op on \"host\" or \"sm90\".");
   m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "out_bytes"_a,
         "Predicted microseconds on sm_90, (fused, xla).");

@@ -13,10 +13,11 @@ from . import _checks, _core
 from ._config import TRANSPORTS, Settings
 from ._team import Team
 
-# cc/schedule: kMaxRanks, kHostParts, kSm90Parts; the row pitch that TMA needs.
+# cc/schedule: kMaxRanks, kHostParts, kSm90Parts, kSm90Tiles; the row pitch that TMA needs.
 _MAX_RANKS = 8
 _PARTS = {"host": 1, "sm90": 4}
 _PITCH_BYTES = 16
+_SM90_TILES = ((256, 256), (256, 128), (128, 128))
 _TARGETS = {"cpu": "host", "cuda": "sm90"}
 # By how much fused must be predicted to win under "auto": about what the prediction is good to for few rows.
 _MARGIN = 1.05
@@ -148,8 +149,9 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
                 f"not a multiple of {_PITCH_BYTES} (pad to {-(-columns // 8) * 8} columns)"
             )
     config = request.settings.config
-    if config.tile_m is not None or config.tile_n is not None:
-        return f"config's tile_m={config.tile_m}, tile_n={config.tile_n} can't be chosen on sm_90"
+    tile = (config.tile_m, config.tile_n)
+    if tile not in ((None, None), *_SM90_TILES):
+        return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_SM90_TILES}"
     return _peer_obstacle()
 
 
@@ -169,13 +171,7 @@ def span_obstacle() -> str | None:
 
 def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
     target, config = _TARGETS[request.team.platform], request.settings.config
-    made = _core.make_plan(
-        request.op,
-        target,
-        ranks=request.team.size,
-        k=sizes(request, x.shape, w.shape).k,
-        partial_bytes=request.dtype.itemsize,
-    )
+    made = _core.make_plan(request.op, target, **_geometry(request, x, w), out_bytes=request.dtype.itemsize)
 
     def pick(override: int | None, planned: int) -> int:
         return planned if override is None else override

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,7 +55,8 @@ class TracedCall:
 
     def at(self, mark: str) -> np.ndarray[Any, Any]:
         """The events of one kind."""
-        return self.events[self.events["mark"] == MARKS.index(mark)]
+        found: np.ndarray[Any, Any] = self.events[self.events["mark"] == MARKS.index(mark)]
+        return found
 
     def sent(self) -> tuple[np.ndarray[Any, Any], int]:
         """When, in microseconds, something landed at a peer, and how many bytes each time."""
@@ -98,8 +100,7 @@ class Trace:
             starts[call.rank] = start + float(call.events["us"].max(initial=0.0)) + 20.0
         for rank in starts:
             events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        with open(path, "w") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ns"}, file)
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
 def _spans(call: TracedCall) -> tuple[tuple[str, str, str], ...]:
@@ -129,8 +130,8 @@ def trace_tiles(fn: Callable[..., Any], *args: Any, megabytes: int = 256) -> Tra
     Args:
       fn: a function that JAX can jit and that calls ops of this library with strategy "fused".
       *args: its arguments, arrays already where they belong.
-      megabytes: pinned host memory for the notes, kept by the process: some 5 a call and rank for a thousand tiles. Calls
-        that find no room aren't traced.
+      megabytes: pinned host memory for the notes, kept by the process: some 5 a call and rank for a thousand tiles.
+        Calls that find no room aren't traced, nor are calls with small tiles.
 
     Returns:
       A `Trace`. In a program of several processes, that of this process's ranks.

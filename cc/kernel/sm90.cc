@@ -43,10 +43,9 @@ uint32_t clusters_of(Call const& call) { return schedule::smaller(call.multiproc
 
 std::string unsupported(Call const& call) {
   Geometry const& g = call.geometry;
-  if (g.tile_m != schedule::kSm90TileM || g.tile_n != schedule::kSm90TileN)
+  if (!schedule::is_sm90_tile(g.tile_m, g.tile_n))
     return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) +
-           ": the sm_90 kernels have one tile, " + std::to_string(schedule::kSm90TileM) + " x " +
-           std::to_string(schedule::kSm90TileN) + "; leave both unset";
+           ": the sm_90 kernels have tiles of 256 x 256, 256 x 128 and 128 x 128; use one of these or leave both unset";
   auto pitch = [](char const* what, uint64_t bytes) {
     return std::string("rows of ") + what + " are " + std::to_string(bytes) +
            " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
@@ -65,16 +64,19 @@ cudaError_t load_kernels() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
     for (bool transposed_w : {false, true})
       for (bool float_out : {false, true})
-        for (bool traced : {false, true}) {
-          int shared_bytes = 0;
-          auto kernel = reinterpret_cast<void const*>(pick_kernel(op, {transposed_w, float_out, traced}, &shared_bytes));
-          cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-          if (error != cudaSuccess) return error;
-        }
+        for (bool traced : {false, true})
+          for (schedule::TileShape tile : schedule::kSm90Tiles) {
+            int shared_bytes = 0;
+            Variant variant{tile.m, tile.n, transposed_w, float_out, traced};
+            auto kernel = reinterpret_cast<void const*>(pick_kernel(op, variant, &shared_bytes));
+            cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+            if (error != cudaSuccess) return error;
+          }
   return cudaSuccess;
 }
 
 TraceShape trace_shape(Call const& call) {
+  if (call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
   // A storer notes five things a tile, a pusher one a unit; clusters share tiles almost evenly, pushers units less so.
   uint32_t clusters = clusters_of(call), tiles = schedule::ceil_div(call.geometry.tiles(), clusters);
   return {kCtas * clusters, 256 + 16 * tiles};
@@ -87,18 +89,19 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   std::memset(&p, 0, sizeof p);
 
   uint64_t out = call.float_out ? 4 : 2;
+  uint32_t rows = g.tile_m / kCtas;  // of a CTA
   uint32_t image_cols = static_cast<uint32_t>(128 / out);
-  TensorView w = call.transposed_w ? TensorView{call.w, false, 2, {g.k, g.n}, {g.k * uint64_t{2}}, {kBlockK, kTileN / 2}}
+  TensorView w = call.transposed_w ? TensorView{call.w, false, 2, {g.k, g.n}, {g.k * uint64_t{2}}, {kBlockK, g.tile_n / 2}}
                                    : TensorView{call.w, false, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
   bool ok = encode_tensor_map(w, &p.w);
   if (gather) {
-    ok = ok && encode(chunk_view(call.x, g.k, g, 1, 2), kBlockK, kCtaM, &p.x);
+    ok = ok && encode(chunk_view(call.x, g.k, g, 1, 2), kBlockK, rows, &p.x);
     for (uint32_t parity = 0; parity < 2; ++parity)
       ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g, g.ranks - 1, 2), kBlockK,
-                        kCtaM, &p.gathered[parity]);
+                        rows, &p.gathered[parity]);
     ok = ok && encode(whole_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
   } else {
-    ok = ok && encode(whole_view(call.x, g.k, g, 2), kBlockK, kCtaM, &p.x);
+    ok = ok && encode(whole_view(call.x, g.k, g, 2), kBlockK, rows, &p.x);
     ok = ok && encode(chunk_view(call.y, g.n, g, 1, out), image_cols, kImageRows, &p.y);
   }
   if (!ok) return cudaErrorInvalidValue;
@@ -129,7 +132,8 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.trace_capacity = trace_shape(call).capacity;
 
   int shared_bytes = 0;
-  Kernel kernel = pick_kernel(call.op, {call.transposed_w, call.float_out, call.trace != nullptr}, &shared_bytes);
+  Kernel kernel =
+      pick_kernel(call.op, {g.tile_m, g.tile_n, call.transposed_w, call.float_out, call.trace != nullptr}, &shared_bytes);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = kCtas;

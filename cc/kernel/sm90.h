@@ -39,6 +39,7 @@ cudaError_t load_kernels();
 cudaError_t launch(Call const& call, cudaStream_t stream);
 
 // Notes of one traced launch: its CTAs, and how many events each of a CTA's writers has room for (what is beyond is dropped).
+// None for kernels of small tiles, which can't.
 struct TraceShape {
   uint32_t ctas, capacity;
   uint64_t events() const { return uint64_t(ctas) * schedule::kTraceWriters * capacity; }
@@ -47,6 +48,7 @@ TraceShape trace_shape(Call const& call);
 
 // One .cu file an op; picked by launch() and load_kernels().
 struct Variant {
+  uint32_t tile_m, tile_n;
   bool transposed_w, float_out, traced;
 };
 using Kernel = void (*)(struct Params);

@@ -4,35 +4,26 @@
 // over NVLink from the idle warps of its own GEMM. Roles, barriers, memory order and the progress argument: sm90/body.cuh.
 #include "kernel/sm90.h"
 #include "kernel/sm90/body.cuh"
+#include "kernel/sm90/pick.cuh"
 
 namespace entwine::sm90 {
 namespace {
 
-template <bool kTransposedW, typename Out, bool kTraced>
-using AllGatherConfig = Config<schedule::Op::kAllGatherMatmul, kTransposedW, Out, kTraced>;
-
-template <bool kTransposedW, typename Out, bool kTraced>
+template <class C>
 __global__ void __launch_bounds__(kThreads, 1) sm90_all_gather_matmul_bf16(__grid_constant__ const Params params) {
-  collective_matmul<AllGatherConfig<kTransposedW, Out, kTraced>>(params);
+  collective_matmul<C>(params);
 }
 
-template <bool kTransposedW, typename Out, bool kTraced>
-Kernel pick(int* shared_bytes) {
-  *shared_bytes = Shared<AllGatherConfig<kTransposedW, Out, kTraced>>::kAllocated;
-  return sm90_all_gather_matmul_bf16<kTransposedW, Out, kTraced>;
-}
-
-template <bool kTransposedW, typename Out>
-Kernel pick(bool traced, int* shared_bytes) {
-  return traced ? pick<kTransposedW, Out, true>(shared_bytes) : pick<kTransposedW, Out, false>(shared_bytes);
+template <class C>
+Kernel kernel_of(int* shared_bytes) {
+  *shared_bytes = Shared<C>::kAllocated;
+  return sm90_all_gather_matmul_bf16<C>;
 }
 
 }  // namespace
 
-Kernel all_gather_matmul_kernel(Variant const& v, int* shared_bytes) {
-  if (v.float_out) return v.transposed_w ? pick<true, float>(v.traced, shared_bytes) : pick<false, float>(v.traced, shared_bytes);
-  return v.transposed_w ? pick<true, __nv_bfloat16>(v.traced, shared_bytes)
-                        : pick<false, __nv_bfloat16>(v.traced, shared_bytes);
+Kernel all_gather_matmul_kernel(Variant const& variant, int* shared_bytes) {
+  return pick<schedule::Op::kAllGatherMatmul>(variant, [&](auto config) { return kernel_of<decltype(config)>(shared_bytes); });
 }
 
 }  // namespace entwine::sm90

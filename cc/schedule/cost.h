@@ -1,35 +1,39 @@
-// What a call should take, fused and on XLA: what strategy "auto" decides by. Pure functions of op, geometry and plan, fitted
-// to measurements on two H200s (benchmarks/results): good to some ten percent, which is enough to tell where fusing can't win.
+// What a call should take, fused and on XLA. Pure functions of op and geometry, fitted to measurements on two H200s
+// (benchmarks/results): good to some ten percent, which is enough to pick a tile and to tell where fusing can't win.
 #pragma once
 
 #include "schedule/arena_layout.h"
 #include "schedule/plan.h"
 
-namespace entwine::schedule {
+namespace entwine::schedule::cost {
 
-struct Prediction {
-  double fused_us, xla_us;
-};
-
-namespace cost {
-
-// A persistent kernel: launch, prologue, first loads, drain; each tile: k blocks at the cluster's sustained rate, and its
-// epilogue. With few tiles the kernel is bound by how fast their columns of w stream in.
-constexpr double kLaunchUs = 8, kTileUs = 2.5, kStreamBytesPerUs = 1.1e6;
+// Fused: launch, prologue, first loads, drain; then waves of tiles. A tile costs the same however little of it is inside the
+// matrix, or as its columns of w take to stream in, which is what bounds few rows.
+constexpr double kLaunchUs = 8, kLinkBytesPerUs = kSm90LinkBytesPerSecond * 1e-6;
 // XLA: a GEMM of any tile shape at cuBLAS' rate or memory's, and NCCL before or after it.
 constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 24, kNcclBytesPerUs = 0.205e6;
-constexpr double kLinkBytesPerUs = kSm90LinkBytesPerSecond * 1e-6;
 
 constexpr double larger(double a, double b) { return a < b ? b : a; }
 
+// A cluster's tile: microseconds a k block of 64, and for the rest of it; w's bytes a microsecond for the GPU.
+struct TileCost {
+  double k_block_us, rest_us, stream;
+};
+constexpr TileCost tile_cost(uint32_t tile_m, uint32_t tile_n) {
+  if (tile_m == 128) return {0.27, 1.5, 1.15e6};
+  if (tile_n == 128) return {0.41, 2.0, 0.68e6};
+  return {2.0 * 256 * 256 * 64 / (kSm90FlopsPerSecond * 1e-6 / kSm90Clusters), 2.5, 0.75e6};
+}
+
 constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
-  // A tile costs the same however little of it is inside the matrix: few rows are what this kernel is slow at.
-  double tile_us =
-      kTileUs + ceil_div(g.k, 64) * (2.0 * g.tile_m * g.tile_n * 64 / (kSm90FlopsPerSecond * 1e-6 / kSm90Clusters));
-  double waves = ceil_div(g.tiles(), kSm90Clusters);
+  TileCost tile = tile_cost(g.tile_m, g.tile_n);
+  double waves = ceil_div(g.tiles(), kSm90Clusters), compute_us = waves * (tile.rest_us + ceil_div(g.k, 64) * tile.k_block_us);
   double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, 2) : partials_bytes(g, 1) * out_bytes;
-  double stream_us = 2.0 * g.n * g.k / kStreamBytesPerUs;
-  return kLaunchUs + larger(larger(waves * tile_us, stream_us), per_peer * (g.ranks - 1) / kLinkBytesPerUs);
+  double link_us = per_peer * (g.ranks - 1) / kLinkBytesPerUs;
+  // In a single wave there is nothing to do while rows or partial sums are on their way.
+  double exposed_us = waves == 1 ? link_us : 0;
+  double stream_us = 2.0 * g.n * g.k / tile.stream;
+  return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us);
 }
 
 constexpr double xla_us(Op op, Geometry const& g, double out_bytes) {
@@ -39,11 +43,4 @@ constexpr double xla_us(Op op, Geometry const& g, double out_bytes) {
   return gemm + kNcclUs + per_peer * (g.ranks - 1) / kNcclBytesPerUs;
 }
 
-}  // namespace cost
-
-// On sm_90, for bfloat16 operands.
-constexpr Prediction predict(Op op, Geometry const& g, uint32_t out_bytes) {
-  return {cost::fused_us(op, g, out_bytes), cost::xla_us(op, g, out_bytes)};
-}
-
-}  // namespace entwine::schedule
+}  // namespace entwine::schedule::cost

@@ -1,4 +1,4 @@
-// A plan is a schedule plus a launch shape: a pure function of op, geometry and target, so that every rank makes the same one.
+// A plan is a schedule plus a launch shape. make_plan.h makes it.
 #pragma once
 
 #include "schedule/geometry.h"
@@ -16,31 +16,27 @@ struct Plan {
   uint32_t raster;          // row blocks walked together
   uint32_t lead;            // reduce-scatter: remote tiles ahead of the first own one
   Transport transport;      // reduce-scatter
-  // All-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM. Reduce-scatter by push, sm_90: remote
-  // tiles that may be on the link at once.
+  // All-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM. Reduce-scatter by push, sm_90:
+  // remote tiles that may be on the link at once.
   uint32_t pushers;
 };
 
-// sm_90: the one tile shape that the kernels are built for.
-constexpr uint32_t kSm90TileM = 256, kSm90TileN = 256, kSm90Clusters = 66, kSm90Parts = 4, kSm90Pushers = 24;
+// sm_90: the tiles of a cluster that the kernels are built for. The first one multiplies fastest; the others fill the GPU with
+// fewer rows and columns.
+struct TileShape {
+  uint32_t m, n;
+};
+constexpr TileShape kSm90Tiles[] = {{256, 256}, {256, 128}, {128, 128}};
+constexpr bool is_sm90_tile(uint32_t m, uint32_t n) {
+  for (TileShape tile : kSm90Tiles)
+    if (tile.m == m && tile.n == n) return true;
+  return false;
+}
+constexpr uint32_t kSm90Clusters = 66, kSm90Parts = 4;
 // Host: small enough that test shapes have many tiles.
 constexpr uint32_t kHostTileM = 32, kHostTileN = 32, kHostParts = 1;
 
 // Measured on H200 (NVLink 18 links): sustained rates of the matmul and of one direction of the link.
 constexpr double kSm90FlopsPerSecond = 750e12, kSm90LinkBytesPerSecond = 361e9;
-
-constexpr Plan make_plan(Op op, Target target, uint32_t ranks, uint32_t k, uint32_t partial_bytes) {
-  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * ranks, Transport::kPull, 1};
-  // Time of the link over time of the matmul, for reduce-scatter; m and n cancel out.
-  double link = double(ranks - 1) / ranks * partial_bytes / kSm90LinkBytesPerSecond;
-  double matmul = 2.0 * k / kSm90FlopsPerSecond;
-  bool link_bound = link > 0.8 * matmul;
-  // Measured: reduce-scatter is 1 % faster with 2 than with 4 or 8.
-  uint32_t raster = op == Op::kAllGatherMatmul ? 8 : 2;
-  // Measured: a lead of 0.9 waves for pull, 0.7 for push; under half a wave own tiles stall, over 1.5 the link bursts.
-  uint32_t lead = link_bound ? 44 : 58;
-  return {kSm90TileM,  kSm90TileN, raster, larger(lead, ranks - 1), link_bound ? Transport::kPush : Transport::kPull,
-          kSm90Pushers};
-}
 
 }  // namespace entwine::schedule

@@ -30,7 +30,8 @@ std::string trace_start(uint64_t bytes) {
   uint64_t size = bytes / sizeof(schedule::TraceEvent);
   if (size > l.size) {
     void* memory = nullptr;
-    cudaError_t error = cudaHostAlloc(&memory, size * sizeof(schedule::TraceEvent), cudaHostAllocPortable | cudaHostAllocMapped);
+    cudaError_t error =
+        cudaHostAlloc(&memory, size * sizeof(schedule::TraceEvent), cudaHostAllocPortable | cudaHostAllocMapped);
     if (error != cudaSuccess) return std::string("pinned host memory: ") + cudaGetErrorString(error);
     l.events = static_cast<schedule::TraceEvent*>(memory);
     l.size = size;

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "schedule/plan.h"
+#include "schedule/make_plan.h"
 #include "schedule/signals.h"
 #include "schedule/tile_order.h"
 
@@ -258,12 +258,15 @@ void plans_are_sound() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
     for (Target target : {Target::kHost, Target::kSm90})
       for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks)
-        for (uint32_t k : {8u, 64u, 512u, 1024u, 2048u, 4096u, 16384u})
-          for (uint32_t bytes : {2u, 4u}) {
-            Plan plan = make_plan(op, target, ranks, k, bytes);
-            CHECK(plan.tile_m >= 1 && plan.tile_n >= 1 && plan.raster >= 1 && plan.pushers >= 1);
-            CHECK_THAT(plan.lead >= ranks - 1, plan.lead);
-          }
+        for (uint32_t rows : {1u, 100u, 512u, 8192u})
+          for (uint32_t n : {8u, 1792u, 8192u})
+            for (uint32_t k : {8u, 512u, 1024u, 4096u, 16384u})
+              for (uint32_t bytes : {2u, 4u}) {
+                Plan plan = make_plan(op, target, {ranks, 1, rows, n, k, 1, 1}, bytes);
+                CHECK(plan.raster >= 1 && plan.pushers >= 1);
+                CHECK(target == Target::kHost ? plan.tile_m >= 1 && plan.tile_n >= 1 : is_sm90_tile(plan.tile_m, plan.tile_n));
+                CHECK_THAT(plan.lead >= ranks - 1, plan.lead);
+              }
 }
 
 }  // namespace

@@ -11,26 +11,34 @@
 
 namespace entwine::sm90 {
 
-template <schedule::Op kOp_, bool kTransposedW_, typename Out_, bool kTraced_>
+template <schedule::Op kOp_, uint32_t kTileM_, uint32_t kTileN_, bool kTransposedW_, typename Out_, bool kTraced_>
 struct Config {
   static constexpr schedule::Op kOp = kOp_;
   static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul;
-  static constexpr bool kTransposedW = kTransposedW_;  // w is stored (n, k)
+  // A CTA has half of the cluster's rows. Of 128 rows each consumer takes 64 with all columns, of 64 rows each takes half the
+  // columns.
+  static constexpr uint32_t kTileM = kTileM_, kTileN = kTileN_, kCtaM = kTileM / kCtas;
+  static constexpr bool kStacked = kCtaM == 128;
+  static_assert(kStacked || kCtaM == 64, "a consumer has 64 rows");
+  static constexpr uint32_t kConsumerN = kStacked ? kTileN : kTileN / kConsumers;
+  static constexpr int kAccumulators = kConsumerN / 2;  // of a thread
+  static constexpr bool kTransposedW = kTransposedW_;   // w is stored (n, k)
   using Out = Out_;
   static constexpr bool kTraced = kTraced_;  // takes notes: tracer.cuh
   static constexpr bool kFloatOut = sizeof(Out) == 4;
 
   // Whether the next tile's first k block starts before the finished tile is stored. Measured: 0.5 to 1.4 % faster for
-  // all-gather, no gain for reduce-scatter; the float32 epilogue has too many live registers for it (ptxas would serialise
-  // wgmma, C7511).
-  static constexpr bool kAhead = kGather && !kFloatOut;
+  // all-gather in large tiles, no gain for reduce-scatter; the float32 epilogue has too many live registers for it (ptxas would
+  // serialise wgmma, C7511).
+  static constexpr bool kAhead = kGather && !kFloatOut && kConsumerN == 256;
 
-  // Three stages are as fast as four; the rest of shared memory holds partials in flight or the pusher's ring.
-  static constexpr int kStages = 3;
+  // Large tiles: three stages are as fast as four. The rest of shared memory holds partials in flight or the pusher's ring.
+  // Small tiles wait for memory rather than for the tensor cores: the more bytes in flight the better.
+  static constexpr int kStages = kStacked ? (kTileN == 256 ? 3 : 4) : (kGather ? 6 : 7);
   static constexpr int kABytes = kCtaM * kBlockK * 2, kBBytes = kTileN * kBlockK * 2, kStageBytes = kABytes + kBBytes;
-  static constexpr int kBuffers = kGather ? 2 : 4;  // C buffers of a warpgroup
+  static constexpr int kBuffers = kGather || !kStacked ? 2 : 4;  // C buffers of a warpgroup
   static constexpr int kImageCols = 128 / static_cast<int>(sizeof(Out));
-  static constexpr int kImages = kTileN / kImageCols;  // images in a warpgroup's part of a tile
+  static constexpr int kImages = kConsumerN / kImageCols;  // images in a warpgroup's part of a tile
   static constexpr int kPartBytes = kImages * kImageBytes;
   static constexpr int kPieces = kGather ? 6 : 0;  // pieces in the pusher's ring
 };

@@ -1,7 +1,7 @@
-// Consumer: a warpgroup with 64 rows of the tile, 128 float32 accumulators a thread. It multiplies, adds partial sums that its
-// storer has fetched, rounds once and hands 8 KB images to its storer. It waits for its loader, its storer and the next tile's
-// post; of peers only through these. (All-gather: the post of a tile waits for its rows, and the upper half of the tile before
-// for the post. Nobody waits for y, so that holds up nothing but itself.)
+// Consumer: a warpgroup with 64 rows of the tile, up to 128 float32 accumulators a thread. It multiplies, adds partial sums
+// that its storer has fetched, rounds once and hands 8 KB images to its storer. It waits for its loader, its storer and the
+// next tile's post; of peers only through these. (All-gather: the post of a tile waits for its rows, and the upper half of the
+// tile before for the post. Nobody waits for y, so that holds up nothing but itself.)
 #pragma once
 
 #include "kernel/ptx/matrix.cuh"
@@ -79,9 +79,9 @@ struct Image {
   }
 };
 
-// The accumulators are two halves of 128 columns. While the upper half of a finished tile is stored, the tensor cores already
-// multiply the next tile's first k blocks, the *head*, into the lower half; the upper half catches up afterwards (if
-// C::kAhead).
+// The accumulators are two halves, of 128 columns in a large tile. While the upper half of a finished tile is stored, the
+// tensor cores already multiply the next tile's first k blocks, the *head*, into the lower half; the upper half catches up
+// afterwards (if C::kAhead).
 template <class C>
 class Consumer {
  public:
@@ -132,11 +132,12 @@ class Consumer {
   }
 
   __device__ __forceinline__ uint64_t x_of(uint32_t stage) const {
-    return ptx::wgmma_descriptor(cta_.shared.a(stage) + index_ * 64 * kBlockK * 2, 16, 1024);
+    return ptx::wgmma_descriptor(cta_.shared.a(stage) + (C::kStacked ? index_ * 64 * kBlockK * 2 : 0), 16, 1024);
   }
   // w as (k, n): panels of 64 columns, 8 KB apart; as (n, k): rows of 128 bytes.
   __device__ __forceinline__ uint64_t w_of(uint32_t stage) const {
-    return ptx::wgmma_descriptor(cta_.shared.b(stage), C::kTransposedW ? 16 : kImageBytes, 1024);
+    return ptx::wgmma_descriptor(cta_.shared.b(stage) + (C::kStacked ? 0 : index_ * C::kConsumerN * kBlockK * 2),
+                                 C::kTransposedW ? 16 : kImageBytes, 1024);
   }
 
   // One k block, all columns.
@@ -147,7 +148,7 @@ class Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
-      ptx::wgmma_m64n256k16<kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
+      ptx::wgmma_k16<kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
     ptx::wgmma_commit();
   }
 
@@ -165,7 +166,7 @@ class Consumer {
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
-        ptx::wgmma_m64n128k16<kTransposeB>(acc, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
+        ptx::wgmma_k16<kTransposeB>(acc, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
       ptx::wgmma_commit();
       if (kWhich == 1) {
         ptx::wgmma_wait<1>();
@@ -186,11 +187,11 @@ class Consumer {
   // Adds what has to be added to one half's columns and hands them to the storer, image by image.
   template <int kWhich>
   __device__ __forceinline__ void store_half(bool reduce) {
-    float (&acc)[64] = half<kWhich>();
+    constexpr int kLower = C::kImages / 2;  // a single image counts as upper half
     Shared<C> const& shared = cta_.shared;
 #pragma unroll
-    for (int i = 0; i < C::kImages / 2; ++i) {
-      float* values = acc + i * Image<C>::kValues;
+    for (int i = kWhich == 0 ? 0 : kLower; i < (kWhich == 0 ? kLower : C::kImages); ++i) {
+      float* values = acc_ + i * Image<C>::kValues;
       uint32_t buffer = used_ % C::kBuffers;
       ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
       if (reduce)
@@ -229,7 +230,7 @@ class Consumer {
   uint32_t index_, warp_, lane_;
   uint32_t stage_ = 0, phase_ = 0;
   uint32_t used_ = 0;  // C buffers used so far
-  float acc_[128];
+  float acc_[C::kAccumulators];
 };
 
 }  // namespace entwine::sm90

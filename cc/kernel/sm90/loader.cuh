@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
   for (uint32_t packed; (packed = tiles.next()) != kNoTile;) {
     schedule::Tile tile = unpack_tile(packed);
     uint32_t batch = tile.row / p.row_blocks;
-    uint32_t row = (tile.row - batch * p.row_blocks) * schedule::kSm90TileM + cta.rank_in_cluster * kCtaM;
+    uint32_t row = (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM;
     CUtensorMap const* x = &p.x;
     uint32_t third = tile.owner, fourth = batch;
     if constexpr (C::kGather) {
@@ -42,12 +42,13 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
       // Each CTA loads half of w's tile for both.
       constexpr uint16_t kBoth = 3;
       if constexpr (C::kTransposedW) {
-        uint32_t half = cta.rank_in_cluster * (kTileN / 2);
-        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockK * 2, shared.full(stage), k * kBlockK, tile.col * kTileN + half,
-                         kBoth);
+        uint32_t half = cta.rank_in_cluster * (C::kTileN / 2);
+        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockK * 2, shared.full(stage), k * kBlockK,
+                         tile.col * C::kTileN + half, kBoth);
       } else {
-        for (uint32_t panel = cta.rank_in_cluster * 2; panel < cta.rank_in_cluster * 2 + 2; ++panel)
-          ptx::tma_load_2d(&p.w, shared.b(stage) + panel * kImageBytes, shared.full(stage), tile.col * kTileN + panel * 64,
+        constexpr uint32_t kPanels = C::kTileN / 128;  // of 64 columns
+        for (uint32_t panel = cta.rank_in_cluster * kPanels; panel < (cta.rank_in_cluster + 1) * kPanels; ++panel)
+          ptx::tma_load_2d(&p.w, shared.b(stage) + panel * kImageBytes, shared.full(stage), tile.col * C::kTileN + panel * 64,
                            k * kBlockK, kBoth);
       }
       if (++stage == C::kStages) {

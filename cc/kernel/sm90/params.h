@@ -13,8 +13,8 @@ namespace entwine::sm90 {
 
 // The head of an arena, in device memory so that replayed CUDA graphs see it change. Zeroed once. `queue` is the epoch above
 // the claims of this launch, in one word so that a cluster's first claim also tells it the epoch; every launch leaves it at
-// {epoch + 1, 0}. `push` (all-gather: units claimed) and `landed` (reduce-scatter, push: parts of partial tiles that lie at their
-// owner's) are used by parity of the epoch; a launch clears the next one's.
+// {epoch + 1, 0}. `push` (all-gather: units claimed) and `landed` (reduce-scatter, push: parts of partial tiles that lie at
+// their owner's) are used by parity of the epoch; a launch clears the next one's.
 struct Control {
   uint64_t queue;
   uint32_t push[2];

@@ -15,7 +15,9 @@ template <class C>
 class Pusher {
  public:
   __device__ __forceinline__ explicit Pusher(Cta<C> const& cta)
-      : cta_(cta), trace_(cta.params, 3), order_{cta.params.ranks, cta.params.rank, cta.params.raster.rows, cta.params.units_per_block} {}
+      : cta_(cta),
+        trace_(cta.params, 3),
+        order_{cta.params.ranks, cta.params.rank, cta.params.raster.rows, cta.params.units_per_block} {}
 
   __device__ __forceinline__ void run() {
     uint32_t* queue = &cta_.control()->push[cta_.parity()];
@@ -35,8 +37,8 @@ class Pusher {
   __device__ __forceinline__ void push(uint32_t unit) {
     Params const& p = cta_.params;
     schedule::PushOrder::Unit u = order_.at(unit);
-    uint32_t batch = u.row / p.row_blocks, first = (u.row - batch * p.row_blocks) * schedule::kSm90TileM;
-    uint64_t rows = schedule::smaller(schedule::kSm90TileM, p.m_shard - first);
+    uint32_t batch = u.row / p.row_blocks, first = (u.row - batch * p.row_blocks) * C::kTileM;
+    uint64_t rows = schedule::smaller(C::kTileM, p.m_shard - first);
     uint64_t offset = (uint64_t(batch) * p.m_shard + first) * p.row_bytes, start = uint64_t(u.piece) * kUnitBytes;
     uint64_t left = rows * p.row_bytes;  // a short row block leaves its last units empty: they only count
     uint32_t bytes = start >= left ? 0 : left - start < kUnitBytes ? uint32_t(left - start) : uint32_t(kUnitBytes);

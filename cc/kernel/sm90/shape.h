@@ -5,10 +5,10 @@
 
 namespace entwine::sm90 {
 
-// A cluster is two CTAs stacked along m, each with a 128 x 256 tile, sharing the columns of w by TMA multicast.
-constexpr uint32_t kCtas = 2, kCtaM = 128, kTileN = 256, kBlockK = 64;
+// A cluster is two CTAs stacked along m, sharing the columns of w by TMA multicast. Its tile: schedule/plan.h, kSm90Tiles.
+constexpr uint32_t kCtas = 2, kBlockK = 64;
 constexpr uint32_t kThreads = 384;                                 // one warpgroup of single-thread roles, two of consumers
-constexpr uint32_t kConsumers = 2;                                 // warpgroups, 64 rows each
+constexpr uint32_t kConsumers = 2;                                 // warpgroups
 constexpr uint32_t kRoleRegisters = 56, kConsumerRegisters = 224;  // 40 and 232 spill in the storer
 constexpr uint32_t kImageBytes =
     8192;                      // 64 rows x 128 bytes, 128-byte-swizzled: what one TMA store of y or one partial copy moves
@@ -19,7 +19,6 @@ constexpr uint32_t kUnitBytes = 65536;       // all-gather: what a pusher claims
 constexpr uint32_t kPieceBytes = 8192;       // and copies at once
 constexpr uint32_t kUnitsInFlight = 8;       // units a pusher remembers until they are signalled
 constexpr uint32_t kSharedLimit = 232448;
-static_assert(kCtas * kCtaM == schedule::kSm90TileM && kTileN == schedule::kSm90TileN, "the plan's tile is the cluster's");
 
 // A claimed tile travels in 32 bits: owner 3, row block 15, column 14. All ones is no tile, so the last column is not used.
 constexpr uint32_t kRowBits = 15, kColBits = 14;

@@ -21,8 +21,8 @@ __device__ __forceinline__ uint8_t* partial(Cta<C> const& cta, uint32_t producer
   return cta.staging(keeper) + (tile * schedule::kSm90Parts + part) * C::kPartBytes;
 }
 
-// Push: waits until the link is this tile's to use. Remote tiles go over it in the order in which they are claimed, `pushers` at
-// once: the earliest part lands first, where a free-for-all would let all land late, and stalled stores hold up no loads. An
+// Push: waits until the link is this tile's to use. Remote tiles go over it in the order in which they are claimed, `pushers`
+// at once: the earliest part lands first, where a free-for-all would let all land late, and stalled stores hold up no loads. An
 // earlier remote tile is at an earlier position of this rank's queue, so this keeps the progress rule.
 template <class C>
 __device__ __forceinline__ void await_link(Cta<C> const& cta, schedule::Tile tile, uint32_t index) {
@@ -46,7 +46,9 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
     schedule::Tile tile = unpack_tile(packed);
     bool remote = !C::kGather && tile.owner != p.rank, reduce = !C::kGather && !remote;
     uint32_t batch = tile.row / p.row_blocks;
-    uint32_t row = (tile.row - batch * p.row_blocks) * schedule::kSm90TileM + cta.rank_in_cluster * kCtaM + consumer * 64;
+    uint32_t row =
+        (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM + (C::kStacked ? consumer * 64 : 0);
+    uint32_t col = tile.col * C::kTileN + (C::kStacked ? 0 : consumer * C::kConsumerN);
     uint32_t index = C::kGather ? 0 : p.raster.index(tile.row, tile.col), part = cta.rank_in_cluster * kConsumers + consumer;
     uint32_t sources = reduce ? p.ranks - 1 : 1, items = C::kImages * sources;  // an item is one use of a buffer
     auto buffer = [&](uint32_t item) { return (used + item) % C::kBuffers; };
@@ -81,8 +83,8 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
         ptx::bulk_store(partial(cta, p.rank, tile.owner, index, part) + item * kImageBytes, from, kImageBytes);
         ptx::bulk_commit();
       } else if (uint32_t image = item / sources; item - image * sources == sources - 1) {
-        uint32_t col = tile.col * kTileN + image * C::kImageCols;
-        ptx::tma_store_4d(&p.y, from, col, row, C::kGather ? tile.owner : batch, C::kGather ? batch : 0);
+        ptx::tma_store_4d(&p.y, from, col + image * C::kImageCols, row, C::kGather ? tile.owner : batch,
+                          C::kGather ? batch : 0);
         ptx::bulk_commit();
       }
     }

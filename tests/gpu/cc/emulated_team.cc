@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernel/sm90/params.h"
+#include "schedule/make_plan.h"
 #include "team/stuck.h"
 
 namespace teams {
@@ -28,7 +29,14 @@ std::string to_string(Variant const& v) {
   if (!gather) text += v.transport == Transport::kPull ? " pull" : " push";
   text += v.float_out ? " to float32" : " to bfloat16";
   if (v.transposed_w) text += ", w transposed";
-  return text + (gather ? ", pushers " + std::to_string(v.pushers) : ", lead " + std::to_string(v.lead));
+  text += ", tile " + std::to_string(v.tile.m) + " x " + std::to_string(v.tile.n) + ", pushers " + std::to_string(v.pushers);
+  return gather ? text : text + ", lead " + std::to_string(v.lead);
+}
+
+schedule::Geometry tiled(schedule::Geometry geometry, Variant const& variant) {
+  geometry.tile_m = variant.tile.m;
+  geometry.tile_n = variant.tile.n;
+  return geometry;
 }
 
 std::string to_string(schedule::Geometry const& g) {
@@ -144,8 +152,10 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
                           void* y, uint32_t multiprocessors) {
   sm90::Call call{};
   call.op = variant.op;
-  call.geometry = geometry;
-  call.plan = schedule::make_plan(variant.op, schedule::Target::kSm90, geometry.ranks, geometry.k, variant.float_out ? 4 : 2);
+  call.geometry = tiled(geometry, variant);
+  call.plan = schedule::make_plan(variant.op, schedule::Target::kSm90, geometry, variant.float_out ? 4 : 2);
+  call.plan.tile_m = variant.tile.m;
+  call.plan.tile_n = variant.tile.n;
   call.plan.lead = variant.lead;
   call.plan.transport = variant.transport;
   call.plan.pushers = variant.pushers;
@@ -161,7 +171,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.timeout_ns = kTimeoutNs;
   call.stuck = stuck_;
   std::string why = sm90::unsupported(call);
-  if (why.empty() && !layout_.fits(demand_of(variant.op, geometry, variant.float_out))) why = "the arena is too small";
+  if (why.empty() && !layout_.fits(demand_of(variant.op, call.geometry, variant.float_out))) why = "the arena is too small";
   if (!why.empty()) {
     std::printf("BAD: a call that the kernels don't take: %s; at %s\n", why.c_str(), Progress::where().c_str());
     ++failed;

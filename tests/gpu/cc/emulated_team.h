@@ -18,9 +18,12 @@ struct Variant {
   entwine::schedule::Transport transport;
   bool transposed_w, float_out;
   uint32_t lead, pushers;
+  entwine::schedule::TileShape tile;
 };
 std::string to_string(Variant const& variant);
 std::string to_string(entwine::schedule::Geometry const& geometry);
+// The geometry with the variant's tile: what is launched.
+entwine::schedule::Geometry tiled(entwine::schedule::Geometry geometry, Variant const& variant);
 
 // How many devices a team can use: those of compute capability 9.0 that reach each other's memory, from device 0 on. Loads the
 // kernels on them.

@@ -31,7 +31,7 @@ constexpr uint64_t kPoolBytes = 448ull << 20;
 uint32_t blocks_for(uint32_t count) { return schedule::smaller(schedule::ceil_div(count, kThreads), 4096); }
 
 Geometry geometry_of(uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k) {
-  return {ranks, batch, m_shard, n, k, schedule::kSm90TileM, schedule::kSm90TileN};
+  return {ranks, batch, m_shard, n, k, schedule::kSm90Tiles[0].m, schedule::kSm90Tiles[0].n};
 }
 
 struct Guarded {
@@ -93,19 +93,23 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
 }
 
 constexpr uint32_t kLeads[] = {0, 3, 58, 1u << 20};  // 0: the schedule raises it; 1 << 20: all remote tiles first
+constexpr uint32_t kPushers[] = {1, 24};
 constexpr char const* kFamilies[] = {"all_gather_matmul", "matmul_reduce_scatter pull", "matmul_reduce_scatter push"};
 uint32_t family_of(Variant const& v) { return v.op == Op::kAllGatherMatmul ? 0 : v.transport == Transport::kPull ? 1 : 2; }
 
 std::vector<Variant> exact_variants() {
   std::vector<Variant> variants;
   for (bool transposed_w : {false, true})
-    for (bool float_out : {false, true}) {
-      for (uint32_t pushers : {1u, schedule::kSm90Pushers})
-        variants.push_back({Op::kAllGatherMatmul, Transport::kPull, transposed_w, float_out, kLeads[2], pushers});
-      for (Transport transport : {Transport::kPull, Transport::kPush})
-        for (uint32_t lead : {kLeads[0], kLeads[3]})
-          variants.push_back({Op::kMatmulReduceScatter, transport, transposed_w, float_out, lead, schedule::kSm90Pushers});
-    }
+    for (bool float_out : {false, true})
+      for (schedule::TileShape tile : schedule::kSm90Tiles) {
+        for (uint32_t pushers : kPushers)
+          variants.push_back({Op::kAllGatherMatmul, Transport::kPull, transposed_w, float_out, kLeads[2], pushers, tile});
+        variants.push_back({Op::kMatmulReduceScatter, Transport::kPull, transposed_w, float_out, kLeads[0], 1, tile});
+        variants.push_back({Op::kMatmulReduceScatter, Transport::kPull, transposed_w, float_out, kLeads[3], 1, tile});
+        for (uint32_t pushers : kPushers)
+          variants.push_back(
+              {Op::kMatmulReduceScatter, Transport::kPush, transposed_w, float_out, kLeads[pushers % 4], pushers, tile});
+      }
   return variants;
 }
 
@@ -158,7 +162,7 @@ void exact(EmulatedTeam& team) {
       team.each([&](Rank& rank) {
         CHECK_CUDA(cudaMemsetAsync(all[rank.number].y.begin, kPoison, all[rank.number].y.bytes, rank.stream));
       });
-      team.poison_staging(demand_of(v.op, g, v.float_out));
+      team.poison_staging(demand_of(v.op, tiled(g, v), v.float_out));
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         team.launch(rank, g, v, b.x, b.w[v.transposed_w], b.y.y());
@@ -233,7 +237,8 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     below(2) == 0,
                     below(2) == 0,
                     kLeads[below(4)],
-                    below(4) == 0 ? 1 : schedule::kSm90Pushers};
+                    kPushers[below(4) != 0],
+                    schedule::kSm90Tiles[below(3)]};
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -317,11 +322,14 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
   std::vector<Geometry> shapes = exact_shapes(ranks);
   for (Geometry const& g : stress_shapes(ranks)) shapes.push_back(g);
   for (Geometry const& g : shapes)
-    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
-      schedule::ArenaDemand demand = demand_of(op, g, true);
-      layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
-      if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
-    }
+    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+      for (schedule::TileShape tile : schedule::kSm90Tiles) {
+        Variant variant{};
+        variant.tile = tile;
+        schedule::ArenaDemand demand = demand_of(op, tiled(g, variant), true);
+        layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
+        if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
+      }
   return layout;
 }
 

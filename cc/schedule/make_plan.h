@@ -1,0 +1,56 @@
+// Makes the plan of a call: a pure function of op, sizes and target, so that every rank makes the same one.
+#pragma once
+
+#include "schedule/cost.h"
+#include "schedule/plan.h"
+
+namespace entwine::schedule {
+
+// The tile that cost.h predicts to be the fastest for these sizes.
+constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes) {
+  TileShape best = kSm90Tiles[0];
+  double best_us = 0;
+  for (TileShape tile : kSm90Tiles) {
+    g.tile_m = tile.m;
+    g.tile_n = tile.n;
+    double us = cost::fused_us(op, g, out_bytes);
+    if (best_us == 0 || us < best_us) {
+      best = tile;
+      best_us = us;
+    }
+  }
+  return best;
+}
+
+// `g`'s own tile is ignored.
+constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
+  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1};
+  TileShape tile = pick_sm90_tile(op, g, out_bytes);
+  g.tile_m = tile.m;
+  g.tile_n = tile.n;
+  bool gather = op == Op::kAllGatherMatmul;
+  // Time of the link over time of the matmul; m and n cancel out.
+  double link = double(g.ranks - 1) / g.ranks * out_bytes / kSm90LinkBytesPerSecond, matmul = 2.0 * g.k / kSm90FlopsPerSecond;
+  bool push = !gather && link > 0.8 * matmul;
+  // Measured: all-gather is fastest with row groups of 8 large tiles, reduce-scatter with 2.
+  uint32_t raster = (gather ? 8 : 2) * kSm90Tiles[0].m / tile.m;
+  // Measured: a lead of 0.9 waves for pull, 0.7 for push; under half a wave own tiles stall, over 1.5 the link bursts. But
+  // where a cluster has but two tiles, an own one that waits in the first wave is late in the last too.
+  uint32_t lead = g.tiles() <= 2 * kSm90Clusters ? kSm90Clusters : push ? 44 : 58;
+  // Measured: 24 clusters fill the link without holding up their own loads; 10 tiles are what is on its way over it.
+  uint32_t pushers = gather ? 24 : 10;
+  return {tile.m, tile.n, raster, larger(lead, g.ranks - 1), push ? Transport::kPush : Transport::kPull, pushers};
+}
+
+// Predicted microseconds on sm_90 for bfloat16 operands, with the plan's tile and on XLA: what strategy "auto" decides by.
+struct Prediction {
+  double fused_us, xla_us;
+};
+constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes) {
+  TileShape tile = pick_sm90_tile(op, g, out_bytes);
+  g.tile_m = tile.m;
+  g.tile_n = tile.n;
+  return {cost::fused_us(op, g, out_bytes), cost::xla_us(op, g, out_bytes)};
+}
+
+}  // namespace entwine::schedule
