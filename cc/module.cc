@@ -30,9 +30,9 @@ using namespace nb::literals;
 using namespace schedule;
 
 Op op_of(std::string const& name) {
-  if (name == "all_gather_matmul") return Op::kAllGatherMatmul;
-  if (name == "matmul_reduce_scatter") return Op::kMatmulReduceScatter;
-  throw std::invalid_argument("op must be \"all_gather_matmul\" or \"matmul_reduce_scatter\", not \"" + name + "\"");
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
+    if (name == op_name(op)) return op;
+  throw std::invalid_argument("op \"" + name + "\" is unknown");
 }
 
 Target target_of(std::string const& name) {
@@ -41,11 +41,13 @@ Target target_of(std::string const& name) {
   throw std::invalid_argument("target must be \"host\" or \"sm90\", not \"" + name + "\"");
 }
 
-Geometry geometry_of(uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k, uint32_t tile_m,
-                     uint32_t tile_n) {
+// `missing`: see schedule/geometry.h.
+Geometry geometry_of(uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k, uint32_t tile_m, uint32_t tile_n,
+                     uint32_t missing = 0) {
   if (ranks < 1 || ranks > kMaxRanks || batch < 1 || m_shard < 1 || n < 1 || k < 1 || tile_m < 1 || tile_n < 1)
     throw std::invalid_argument("sizes must be at least 1 and a team at most " + std::to_string(kMaxRanks) + " ranks");
-  return {ranks, batch, m_shard, n, k, tile_m, tile_n};
+  if (missing >= ranks * m_shard) throw std::invalid_argument("there must be a row");
+  return {ranks, batch, m_shard, n, k, tile_m, tile_n, missing};
 }
 
 nb::dict registrations() {
@@ -66,8 +68,8 @@ bool cuda_built() {
 }
 
 nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-              uint32_t k, uint32_t out_bytes) {
-  Plan p = make_plan(op_of(op), target_of(target), geometry_of(ranks, batch, m_shard, n, k, 1, 1), out_bytes);
+              uint32_t k, uint32_t missing, uint32_t out_bytes) {
+  Plan p = make_plan(op_of(op), target_of(target), geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing), out_bytes);
   nb::dict d;
   d["tile_m"] = p.tile_m;
   d["tile_n"] = p.tile_n;
@@ -79,9 +81,15 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
 }
 
 std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-                                    uint32_t k, uint32_t out_bytes) {
-  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, 1, 1), out_bytes);
+                                    uint32_t k, uint32_t missing, uint32_t out_bytes) {
+  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing), out_bytes);
   return {p.fused_us, p.xla_us};
+}
+
+std::pair<uint32_t, uint32_t> chunk_rows(std::string const& target, uint32_t ranks, uint32_t rows) {
+  if (ranks < 1 || rows < 1) throw std::invalid_argument("ranks and rows must be at least 1");
+  Geometry g = all_reduce_geometry(ranks, rows, 1, 1, 1, 1, chunk_unit(target_of(target)));
+  return {g.m_shard, g.missing};
 }
 
 using OwnerRowCol = std::tuple<uint32_t, uint32_t, uint32_t>;
@@ -106,8 +114,9 @@ std::vector<OwnerRowCol> tile_order(std::string const& op, uint32_t ranks, uint3
 }
 
 uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k,
-                     uint32_t tile_m, uint32_t tile_n, uint32_t element_bytes, uint32_t parts) {
-  ArenaDemand demand = arena_demand(op_of(op), geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n), parts, element_bytes);
+                     uint32_t missing, uint32_t tile_m, uint32_t tile_n, uint32_t element_bytes, uint32_t parts) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing);
+  ArenaDemand demand = arena_demand(op_of(op), g, parts, element_bytes);
   return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
 }
 
@@ -147,14 +156,16 @@ NB_MODULE(_core, m) {
   m.doc() = "The compiled part of entwine_jax.";
   m.def("registrations", &registrations, "FFI handlers: {platform: {target: {stage: capsule}}}.");
   m.def("cuda_built", &cuda_built, "Whether the CUDA kernels are compiled in.");
-  m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "out_bytes"_a,
-        "The default plan of an op on \"host\" or \"sm90\".");
-  m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "out_bytes"_a,
-        "Predicted microseconds on sm_90, (fused, xla).");
+  m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
+        "out_bytes"_a, "The default plan of an op on \"host\" or \"sm90\".");
+  m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
+        "out_bytes"_a, "Predicted microseconds on sm_90, (fused, xla).");
   m.def("tile_order", &tile_order, "op"_a, nb::kw_only(), "ranks"_a, "rank"_a, "batch"_a, "m_shard"_a, "n"_a, "tile_m"_a,
         "tile_n"_a, "raster"_a, "lead"_a, "The tiles in the order in which `rank` claims them, as (owner, row, column).");
-  m.def("arena_bytes", &arena_bytes, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "tile_m"_a,
-        "tile_n"_a, "element_bytes"_a, "parts"_a, "Bytes of the smallest arena that holds one call.");
+  m.def("chunk_rows", &chunk_rows, "target"_a, nb::kw_only(), "ranks"_a, "rows"_a,
+        "How many rows a chunk of an all-reduce has, (m_shard, missing): see schedule/geometry.h.");
+  m.def("arena_bytes", &arena_bytes, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
+        "tile_m"_a, "tile_n"_a, "element_bytes"_a, "parts"_a, "Bytes of the smallest arena that holds one call.");
 #ifdef ENTWINE_WITH_CUDA
   m.def("peer_access", &peer_access, "device_ordinals"_a,
         "Empty if these GPUs are all sm_90 and see each other's memory, else why not.");

@@ -3,7 +3,7 @@
 from ._config import Config
 from ._explain import CollectiveMatmul, Explanation, explain
 from ._matmul import collective_matmul
-from ._ops import all_gather_matmul, matmul_reduce_scatter
+from ._ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ._trace import Trace, TracedCall, trace_tiles
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "all_gather_matmul",
     "collective_matmul",
     "explain",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "trace_tiles",
 ]

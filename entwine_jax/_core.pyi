@@ -13,11 +13,12 @@ class PlanDict(TypedDict):
 def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
 def cuda_built() -> bool: ...
 def make_plan(
-    op: str, target: str, *, ranks: int, batch: int, m_shard: int, n: int, k: int, out_bytes: int
+    op: str, target: str, *, ranks: int, batch: int, m_shard: int, n: int, k: int, missing: int = 0, out_bytes: int
 ) -> PlanDict: ...
 def predict(
-    op: str, *, ranks: int, batch: int, m_shard: int, n: int, k: int, out_bytes: int
+    op: str, *, ranks: int, batch: int, m_shard: int, n: int, k: int, missing: int = 0, out_bytes: int
 ) -> tuple[float, float]: ...
+def chunk_rows(target: str, *, ranks: int, rows: int) -> tuple[int, int]: ...
 def tile_order(
     op: str,
     *,
@@ -39,6 +40,7 @@ def arena_bytes(
     m_shard: int,
     n: int,
     k: int,
+    missing: int = 0,
     tile_m: int,
     tile_n: int,
     element_bytes: int,

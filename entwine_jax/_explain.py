@@ -174,8 +174,8 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     plan = ""
     if m.plan is not None:
         plan = f"{m.plan.tile_m}x{m.plan.tile_n} raster {m.plan.raster} "
-        scatter = m.op == "matmul_reduce_scatter"
-        plan += f"lead {m.plan.lead} {m.plan.transport}" if scatter else f"pushers {m.plan.pushers}"
+        sums = m.op != "all_gather_matmul"
+        plan += f"lead {m.plan.lead} {m.plan.transport}" if sums else f"pushers {m.plan.pushers}"
     return (
         m.op,
         _array(m.dtype, m.x),

@@ -40,6 +40,15 @@ collective_matmul_p = Primitive("collective_matmul")
 
 
 def _result(x: Any, w: Any, *, request: Request, choice: Choice) -> Any:
+    if request.op == "matmul_all_reduce":
+        # The same on every rank, which its type says as psum's does.
+        varying = x.manual_axis_type.varying - {*request.team.axis_name}
+        return x.update(
+            shape=(*x.shape[:2], w.shape[0 if request.transpose_w else 1]),
+            dtype=request.dtype,
+            weak_type=False,
+            manual_axis_type=x.manual_axis_type.update(varying=varying),
+        )
     shape = _strategy.sizes(request, x.shape, w.shape)
     rows = shape.m_shard * (request.team.size if request.op == "all_gather_matmul" else 1)
     # From x's own type, to carry the axes it varies over: a plain ShapeDtypeStruct would call the result replicated.
@@ -110,7 +119,7 @@ def on_xla(request: Request, choice: Choice, x: jax.Array, w: jax.Array) -> jax.
         # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
         dtype = np.dtype(np.float32)
     options: dict[str, Any] = {"transpose_w": request.transpose_w, "dtype": dtype, "precision": request.precision}
-    if team.size == 1:
+    if team.size == 1 and request.op != "matmul_all_reduce":  # whose psum also tells JAX that y is the same everywhere
         y = _reference.matmul(x, w, **options)
     else:
         y = _REFERENCE[request.op](x, w, team.axis_name, **options)

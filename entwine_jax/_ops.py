@@ -144,6 +144,71 @@ def matmul_reduce_scatter(
     return on_ranks("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, precision, strategy, config)
 
 
+def matmul_all_reduce(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    precision: Any = None,
+    strategy: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """``y = all_reduce(x @ w)``, the sum over ranks running while the product does. For use inside ``jax.shard_map``.
+
+    The row-parallel matmul of a tensor-parallel layer whose result every rank needs whole, in lax::
+
+        lax.psum(x @ w, axis_name)
+
+    ======  ====================  ==================================  =====================
+    array   local shape           global shape over a team of t       sharded
+    ======  ====================  ==================================  =====================
+    ``x``   ``(..., m, k / t)``   ``(..., m, k)``                     columns
+    ``w``   ``(k / t, n)``        ``(k, n)``                          rows
+    ``y``   ``(..., m, n)``       ``(..., m, n)``                     not
+    ======  ====================  ==================================  =====================
+
+    Any ``m`` will do. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the same), or vary over
+    other axes of the mesh. Where the rows of y may stay sharded, `matmul_reduce_scatter` moves half of the bytes.
+
+    Differentiable any number of times in reverse, as psum is. With ``check_vma=True``, y is typed as the same on every
+    rank of the axis, and so is ``dy``: ``dx = dy @ w.T`` and ``dw = x.T @ dy`` are products of shards, without any
+    collective. With ``check_vma=False`` JAX can't know that and hands each rank a share of ``dy``, which a psum adds
+    first. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
+
+    Args:
+      x: the rank's part of the contraction; leading dimensions are a batch.
+      w: the rank's part of the contraction, a matrix.
+      axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
+      precision: as in ``jnp.matmul``.
+      strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
+        lax line above) or ``"auto"`` (fused where it can run on GPUs, else xla; `explain` says which and why). ``None``
+        reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
+      config: overrides for the fused schedule.
+
+    Returns:
+      y. Under ``"fused"`` products are summed in float32; partial sums travel in y's dtype, as XLA's do (so with
+      bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes).
+      Each element is summed by one rank, in float32 and in rank order, rounded once and sent to all. So the result is
+      the same to the bit on every rank and in every run.
+
+    With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
+    of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
+    backward pass of bfloat16 operands a float32 ``dy`` is rounded to bfloat16 first. Each team keeps peer-mapped memory
+    for all its calls: four times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a
+    tile; `explain` tells the bytes.
+
+    Raises:
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
+      ValueError: the axis isn't a manual axis of the mesh; an unknown strategy, precision or setting.
+      NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
+
+    The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
+    """
+    return on_ranks("matmul_all_reduce", x, w, axis_name, preferred_element_type, precision, strategy, config)
+
+
 def on_ranks(
     op: str,
     x: ArrayLike,
@@ -154,7 +219,7 @@ def on_ranks(
     strategy: str | None,
     config: Config | None,
 ) -> jax.Array:
-    """An op by its name, inside a manual shard_map. "matmul_all_reduce" is `psum(x @ w)`, all of y on every rank."""
+    """An op by its name, inside a manual shard_map."""
     x, w = _checks.arrays(op, x, w)
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
@@ -205,6 +270,7 @@ def _forward(
     return _fused(request, choice, x, w), (x, w)
 
 
+# The op that is dx of another.
 _OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 
 
@@ -214,8 +280,14 @@ def _backward(
     x, w = saved
     operand = _operand(choice, w, dy.dtype)
     dy = dy.astype(operand)
-    to_dx = dataclasses.replace(request, op=_OTHER[request.op], transpose_w=not request.transpose_w, dtype=operand)
-    dx = _matmul(to_dx, dy, w.astype(operand))
+    if request.op == "matmul_all_reduce":
+        dy = _of_every_rank(dy, x, request.team.axis_name)
+        dx = _reference.matmul(
+            dy, w.astype(operand), transpose_w=not request.transpose_w, dtype=operand, precision=request.precision
+        )
+    else:
+        to_dx = dataclasses.replace(request, op=_OTHER[request.op], transpose_w=not request.transpose_w, dtype=operand)
+        dx = _matmul(to_dx, dy, w.astype(operand))
     dw = _reference.weight_gradient(
         request.op, x.astype(operand), dy, request.team.axis_name, precision=request.precision
     )
@@ -223,6 +295,15 @@ def _backward(
 
 
 _fused.defvjp(_forward, _backward)
+
+
+def _of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    """The cotangent of a sum over ranks, for each of them. This is psum's transpose: y is the same on all ranks, and if
+    types know it (x varies, y doesn't), so is dy; if not, dy comes in shares that must be added."""
+    if {*axis_name} <= jax.typeof(x).manual_axis_type.varying:
+        return _lowering.vary(dy, x, axis_name)[0]
+    summed: jax.Array = lax.psum(dy, axis_name)
+    return summed
 
 
 def _operand(choice: Choice, w: jax.Array, cotangent: Any) -> Any:

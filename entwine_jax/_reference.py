@@ -54,7 +54,7 @@ def weight_gradient(op: str, x: jax.Array, g: jax.Array, axis_name: AxisNames, *
     """dw (k, n) from x and the cotangent of the result, summed over batch and rows; in x's dtype, as JAX's own dot."""
     if op == "all_gather_matmul":
         x = gather(x, axis_name)
-    else:
+    elif op == "matmul_reduce_scatter":
         g = gather(g, axis_name)
     summed = (((0, 1), (0, 1)), ((), ()))
     return lax.dot_general(x, g, summed, precision=precision, preferred_element_type=x.dtype)

@@ -61,12 +61,17 @@ class Sizes:
     m_shard: int
     n: int
     k: int
+    missing: int = 0  # all-reduce: rows that the last chunks are short of
 
 
 def sizes(request: Request, x: tuple[int, ...], w: tuple[int, ...]) -> Sizes:
-    """Of x (batch, rows, k) and w (k, n) or (n, k)."""
+    """Of x (batch, rows, k) and w (k, n) or (n, k). An all-reduce takes the rows of all batches as one matrix."""
     scatter = request.op == "matmul_reduce_scatter"
     n = w[0] if request.transpose_w else w[1]
+    if request.op == "matmul_all_reduce":
+        target = _TARGETS[request.team.platform]
+        m_shard, missing = _core.chunk_rows(target, ranks=request.team.size, rows=x[0] * x[1])
+        return Sizes(1, m_shard, n, x[2], missing)
     return Sizes(x[0], x[1] // request.team.size if scatter else x[1], n, x[2])
 
 
@@ -77,8 +82,6 @@ def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
         return Choice("xla", "a team of one has nothing to move: a plain dot")
     if wanted == "xla":
         return Choice("xla", "asked for")
-    if request.op == "matmul_all_reduce":
-        return Choice("xla", "there is no fused all-reduce: XLA's own, a dot and a psum")
     if wanted == "auto" and team.platform == "cpu":
         return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor")
     problem = obstacle(request, x, w)

@@ -114,7 +114,7 @@ def collectives(text: str) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def all_reduce_sizes(text: str) -> set[int]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import entwine_jax
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 PUBLIC = {op: getattr(entwine_jax, op) for op in OPS}
 
 
@@ -31,6 +31,8 @@ def in_lax(op: str, x: Any, w: Any, axis: Any) -> Any:
     rows = x.ndim - 2
     if op == "all_gather_matmul":
         return lax.all_gather(x, axis, axis=rows, tiled=True) @ w
+    if op == "matmul_all_reduce":
+        return lax.psum(x @ w, axis)
     return lax.psum_scatter(x @ w, axis, scatter_dimension=rows, tiled=True)
 
 
@@ -40,8 +42,10 @@ def fused(op: str, x: Any, w: Any, axis: Any, **options: Any) -> Any:
 
 def specs(op: str, axis: Any = "t", leading: Sequence[Any] = ()) -> tuple[P, P, P]:
     """Of x, w and y."""
-    rows, columns = P(*leading, axis, None), P(*leading, None, axis)
-    return (rows, P(None, axis), columns) if op == "all_gather_matmul" else (columns, P(axis, None), rows)
+    rows, columns, whole = P(*leading, axis, None), P(*leading, None, axis), P(*leading, None, None)
+    if op == "all_gather_matmul":
+        return rows, P(None, axis), columns
+    return columns, P(axis, None), whole if op == "matmul_all_reduce" else rows
 
 
 def spread(
@@ -63,7 +67,7 @@ def normal(shape: Sequence[int], seed: int, dtype: Any = jnp.float32) -> jax.Arr
 
 
 def product(x: Any, w: Any) -> np.ndarray:
-    """What both ops compute, seen globally."""
+    """What all ops compute, seen globally."""
     return np.asarray(x, np.float64) @ np.asarray(w, np.float64)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import OPS, fused, in_lax, integers, mesh_of, product, specs, spread
+from helpers import OPS, assert_close, fused, in_lax, integers, mesh_of, normal, product, specs, spread
 
 import entwine_jax
 
@@ -80,12 +80,35 @@ def test_replicated_operands(check_vma):
 
 def test_result_is_not_replicated():
     mesh, x, w = mesh_of((2,)), integers((4, 6), 1), integers((6, 4), 2)
-    for op in OPS:
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         f = jax.shard_map(
             lambda x, w, op=op: fused(op, x, w, "t"), mesh=mesh, in_specs=specs(op)[:2], out_specs=jax.P()
         )
         with pytest.raises(ValueError, match="out_specs"):
             f(x, w)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 31, 33, 130])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_all_reduce_of_any_rows(ranks, rows):
+    """Fewer rows than ranks, and rows that ranks can't share: every rank has every element."""
+    x, w = integers((rows, 5 * ranks), 1), integers((5 * ranks, 70), 2)
+    y = jax.jit(spread(fused, "matmul_all_reduce", mesh_of((ranks,))))(x, w)
+    assert len(y.addressable_shards) == ranks
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), product(x, w))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: jnp.dtype(d).name)
+def test_all_reduce_is_the_same_on_every_rank(dtype):
+    """To the bit, though every sum is rounded: one rank makes it."""
+    x, w = normal((3, 65, 256), 1, dtype), normal((256, 100), 2, dtype)
+    for check_vma in (True, False):
+        f = spread(fused, "matmul_all_reduce", mesh_of((4,)), leading=(None,), check_vma=check_vma)
+        first, *others = (np.asarray(shard.data) for shard in jax.jit(f)(x, w).addressable_shards)
+        assert_close(first, product(x, w), 1e-2 if dtype == jnp.bfloat16 else 1e-6)
+        for other in others:
+            np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.parametrize("op", OPS)

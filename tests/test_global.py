@@ -69,29 +69,34 @@ def test_residual_asks_for_rows():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_reduce(mode):
-    """k over t, and y not: XLA's own, in value and gradients; explain says so."""
+@pytest.mark.parametrize("rows", [6, 7])
+def test_all_reduce(mode, rows):
+    """k over t, and y not: our call in place of XLA's all-reduce, and gradients without any along t."""
     with setup(mode) as s:
         x_spec, w_spec, y_spec = P("d", None, "t"), P("t", None), P("d", None, None)
-        x, w = normal((4, 6, 16), 1), normal((16, 10), 2)
-        options = {"strategy": "fused"}
-        if mode in ("manual", "partial"):
-            options |= {"axis_name": "t", "out_sharding": P()}
-        f = s.spread(lambda x, w: entwine_jax.collective_matmul(x, w, **options), (x_spec, w_spec), y_spec)
+        x, w = normal((4, rows, 16), 1), normal((16, 10), 2)
+
+        def of(strategy):
+            options = {"strategy": strategy}
+            if mode in ("manual", "partial"):
+                options |= {"axis_name": "t", "out_sharding": P()}
+            return s.spread(lambda x, w: entwine_jax.collective_matmul(x, w, **options), (x_spec, w_spec), y_spec)
 
         def loss(f):
             return lambda x, w: (jnp.sum(jnp.sin(f(x, w))), f(x, w))
 
         args = s.place(x, w, specs=(x_spec, w_spec))
-        assert_close(
-            jax.jit(jax.grad(loss(f), (0, 1), has_aux=True))(*args),
-            jax.grad(loss(jnp.matmul), (0, 1), has_aux=True)(x, w),
-        )
-        (found,) = entwine_jax.explain(f, *args)
-        assert (found.op, found.x, found.w, found.y) == ("matmul_all_reduce", (2, 6, 4), (4, 10), (2, 6, 10))
-        assert (found.strategy, found.team_size) == ("xla", 4) and "no fused all-reduce" in found.reason
-        text = jax.jit(f).lower(*args).compile().as_text()
-        assert collectives(text) == {"all-reduce": 1}
+        gradient = jax.jit(jax.grad(loss(of("fused")), (0, 1), has_aux=True)).lower(*args).compile()
+        assert_close(gradient(*args), jax.grad(loss(jnp.matmul), (0, 1), has_aux=True)(x, w))
+        text = gradient.as_text()
+        # dW is summed over the data axis, by XLA.
+        assert collectives(text) == {"entwine_matmul_all_reduce": 1, "all-reduce": 1} and all_reduce_sizes(text) == {2}
+
+        for strategy, kept in (("fused", "entwine_matmul_all_reduce"), ("xla", "all-reduce"), ("auto", "all-reduce")):
+            assert collectives(jax.jit(of(strategy)).lower(*args).compile().as_text()) == {kept: 1}
+            (found,) = entwine_jax.explain(of(strategy), *args)
+            assert (found.op, found.x, found.w, found.y) == ("matmul_all_reduce", (2, rows, 4), (4, 10), (2, rows, 10))
+            assert (found.strategy, found.team_size) == ("fused" if strategy == "fused" else "xla", 4)
 
 
 # x, w, y, op or None for a plain dot without any collective

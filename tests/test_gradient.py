@@ -84,6 +84,56 @@ def test_second_gradient(check_vma):
     assert_close(got, wanted, 2e-5)
 
 
+def megatron(matmul, mesh, check_vma):
+    """Two layers without sequence parallelism: rows are whole on every rank, and every layer ends in an all-reduce."""
+
+    def rank(x, w1, w2):
+        for _ in range(2):
+            x = x + matmul("matmul_all_reduce", jnp.tanh(x @ w1), w2, "t")
+        return x
+
+    f = jax.shard_map(rank, mesh=mesh, in_specs=(P("d"), P(None, "t"), P("t")), out_specs=P("d"), check_vma=check_vma)
+    return lambda x, w1, w2: jnp.mean(jnp.square(f(x, w1, w2)).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
+def test_all_reduce_layers(check_vma, dtype, bound):
+    """With check_vma types tell that the cotangent is whole everywhere; without, ranks have shares of it. Either way
+    what is computed is lax's own gradient."""
+    mesh, (x, w1, w2) = mesh_of((2, 4), ("d", "t")), operands(dtype)
+    args = x, w1 / 4, w2 / 4  # away from tanh's ends, where bfloat16's rounding shows
+    got, wanted = (jax.jit(jax.value_and_grad(megatron(m, mesh, check_vma), (0, 1, 2)))(*args) for m in (fused, in_lax))
+    assert_close(got, wanted, bound)
+    assert [g.dtype for g in got[1]] == [dtype] * 3
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_second_gradient_of_all_reduce(check_vma):
+    mesh, args = mesh_of((1, 4), ("d", "t")), operands()
+
+    def norm_of_gradient(matmul):
+        gradient = jax.grad(megatron(matmul, mesh, check_vma), (0, 1, 2))
+        return lambda *args: sum(jnp.sum(jnp.square(g)) for g in gradient(*args))
+
+    got, wanted = (jax.jit(jax.grad(norm_of_gradient(m), (0, 1, 2)))(*args) for m in (fused, in_lax))
+    assert_close(got, wanted, 2e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_of_all_reduce_has_its_collectives(check_vma):
+    """None with check_vma; without, dx and dw share one sum of the cotangent."""
+    mesh = mesh_of((4,))
+    f = spread(fused, "matmul_all_reduce", mesh, check_vma=check_vma)
+
+    def pull(x, w, dy):
+        return jax.vjp(f, x, w)[1](dy)
+
+    text = jax.jit(pull).lower(normal((6, 8), 1), normal((8, 12), 2), normal((6, 12), 3)).compile().as_text()
+    assert text.count(" all-reduce(") == (0 if check_vma else 1)
+    assert " all-gather(" not in text and " reduce-scatter(" not in text
+
+
 def test_gradient_inside_shard_map():
     """jax.grad of a rank's own loss, eagerly too: with check_vma, of what differs from rank to rank."""
     mesh, x, w = mesh_of((2,)), normal((8, 6), 1), normal((6, 10), 2)

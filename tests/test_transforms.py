@@ -38,6 +38,29 @@ def test_remat_and_scan(check_vma):
     assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_remat_and_scan_of_all_reduce(check_vma):
+    mesh, x = mesh_of((4,)), normal((7, 12), 1)
+    layers = normal((6, 12, 16), 2) * 0.3, normal((6, 16, 12), 3) * 0.3
+
+    def loss(matmul):
+        @jax.checkpoint
+        def layer(x, weights):
+            return x + matmul("matmul_all_reduce", jnp.tanh(x @ weights[0]), weights[1], "t"), None
+
+        f = jax.shard_map(
+            lambda x, layers: lax.scan(layer, x, layers)[0],
+            mesh=mesh,
+            in_specs=(P(), (P(None, None, "t"), P(None, "t"))),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        return lambda x, layers: jnp.sum(jnp.square(f(x, layers)))
+
+    got, wanted = (jax.jit(jax.value_and_grad(loss(m), (0, 1)))(x, layers) for m in (fused, in_lax))
+    assert_close(got, wanted)
+
+
 def test_the_gathered_operand_has_a_name():
     """A policy may save what was gathered on XLA, rather than gather it again in the backward pass."""
 
@@ -122,9 +145,9 @@ def test_independent_calls_in_one_program():
     pairs = [(integers((4, 32, 8), seed), integers((8, 12 + 4 * seed), 50 + seed)) for seed in range(6)]
 
     def rank(pairs):
-        return [fused(OPS[i % 2], x, w, "t") for i, (x, w) in enumerate(pairs)]
+        return [fused(OPS[i % 3], x, w, "t") for i, (x, w) in enumerate(pairs)]
 
-    every = [specs(OPS[i % 2], leading=("d",)) for i in range(len(pairs))]
+    every = [specs(OPS[i % 3], leading=("d",)) for i in range(len(pairs))]
     f = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=([s[:2] for s in every],), out_specs=[s[2] for s in every]))
     for _ in range(5):
         for y, (x, w) in zip(f(pairs), pairs, strict=True):
@@ -147,15 +170,16 @@ def test_both_axes_of_a_mesh_are_teams():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_two_executables_interleaved():
+def test_executables_interleaved():
     """Of different shapes, over the same devices: they share arenas and epochs."""
     mesh = mesh_of((4,))
-    small, large = (jax.jit(spread(fused, op, mesh)) for op in OPS)
+    small, large, odd = (jax.jit(spread(fused, op, mesh)) for op in OPS)
     outputs = []
     for seed in range(20):
         a = integers((8, 8), seed), integers((8, 12), seed + 40)
         b = integers((144, 16), seed), integers((16, 72), seed + 40)
-        outputs += [(small(*a), a), (large(*b), b)]
+        c = integers((77, 16), seed), integers((16, 40), seed + 40)
+        outputs += [(small(*a), a), (large(*b), b), (odd(*c), c)]
     for y, (x, w) in outputs:
         np.testing.assert_array_equal(np.asarray(y), product(x, w))
 

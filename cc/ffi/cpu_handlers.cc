@@ -87,7 +87,7 @@ ffi::Error invalid(Op op, Words const&... words) {
 }
 
 ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y) {
-  ffi::ErrorOr<Problem> problem = decode_problem(op, a, x, w, y);
+  ffi::ErrorOr<Problem> problem = decode_problem(op, schedule::Target::kHost, a, x, w, y);
   if (problem.has_error()) return ffi::Unexpected(problem.error());
   auto in = element(problem->in), out = element(problem->out);
   if (!in || !out || (in != out && out != host::Element::kF32))
@@ -193,6 +193,7 @@ nb::dict cpu_registrations() {
   nb::dict targets;
   targets["entwine_all_gather_matmul"] = stages<Op::kAllGatherMatmul>();
   targets["entwine_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter>();
+  targets["entwine_matmul_all_reduce"] = stages<Op::kMatmulAllReduce>();
   return targets;
 }
 

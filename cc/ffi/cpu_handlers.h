@@ -1,4 +1,4 @@
-// The handlers of both custom calls on XLA's "cpu" platform: they hand each virtual device's part to the host executor.
+// The handlers of all custom calls on XLA's "cpu" platform: they hand each virtual device's part to the host executor.
 #pragma once
 
 #include <nanobind/nanobind.h>

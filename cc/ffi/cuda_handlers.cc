@@ -56,7 +56,7 @@ int ready_device(int device) {
 
 ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ffi::AnyBuffer x, ffi::AnyBuffer w,
                                      ffi::AnyBuffer y) {
-  ffi::ErrorOr<Problem> decoded = decode_problem(op, attributes, x, w, y);
+  ffi::ErrorOr<Problem> decoded = decode_problem(op, schedule::Target::kSm90, attributes, x, w, y);
   if (!decoded) return ffi::Unexpected<ffi::Error>(decoded.error());
   Problem const& problem = *decoded;
   if (problem.in != ffi::DataType::BF16 || (problem.out != ffi::DataType::BF16 && problem.out != ffi::DataType::F32))
@@ -79,7 +79,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ff
 }
 
 schedule::ArenaDemand demand_of(sm90::Call const& call) {
-  uint32_t element_bytes = call.op == Op::kMatmulReduceScatter && call.float_out ? 4 : 2;
+  uint32_t element_bytes = call.op != Op::kAllGatherMatmul && call.float_out ? 4 : 2;
   return schedule::arena_demand(call.op, call.geometry, schedule::kSm90Parts, element_bytes);
 }
 

@@ -7,10 +7,6 @@ namespace entwine {
 
 namespace ffi = xla::ffi;
 
-char const* op_name(schedule::Op op) {
-  return op == schedule::Op::kAllGatherMatmul ? "all_gather_matmul" : "matmul_reduce_scatter";
-}
-
 namespace {
 
 // "op: words" as an error; the values are streamed in order.
@@ -24,8 +20,8 @@ ffi::Unexpected<ffi::Error> invalid(schedule::Op op, Words const&... words) {
 
 }  // namespace
 
-ffi::ErrorOr<Problem> decode_problem(schedule::Op op, CallAttributes const& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                                     ffi::AnyBuffer y) {
+ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& a, ffi::AnyBuffer x,
+                                     ffi::AnyBuffer w, ffi::AnyBuffer y) {
   auto xd = x.dimensions(), wd = w.dimensions(), yd = y.dimensions();
   if (xd.size() != 3 || wd.size() != 2 || yd.size() != 3)
     return invalid(op, "x, w and the result must have ranks 3, 2 and 3, not ", xd.size(), ", ", wd.size(), " and ", yd.size());
@@ -35,20 +31,23 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, CallAttributes const& a, f
     return invalid(op, "groups holds ", a.groups.size(), " ids, not a multiple of the team's ", a.team_size);
   int64_t k = wd[a.transpose_w ? 1 : 0], n = wd[a.transpose_w ? 0 : 1];
   if (xd[2] != k) return invalid(op, "x has contraction size ", xd[2], " but w has ", k);
-  bool gather = op == schedule::Op::kAllGatherMatmul;
+  bool gather = op == schedule::Op::kAllGatherMatmul, replicate = op == schedule::Op::kMatmulAllReduce;
   int64_t m_shard = gather ? xd[1] : yd[1], whole = gather ? yd[1] : xd[1];
-  if (whole != m_shard * a.team_size)
+  if (replicate && whole != m_shard) return invalid(op, "x has ", whole, " rows, but the result ", m_shard);
+  if (!replicate && whole != m_shard * a.team_size)
     return invalid(op, gather ? "the result has " : "x has ", whole, " rows, not the team's ", a.team_size, " times ", m_shard);
   if (yd[0] != xd[0] || yd[2] != n)
     return invalid(op, "the result is (", yd[0], ", ", yd[1], ", ", yd[2], ") but x and w give (", xd[0], ", *, ", n, ")");
   if (x.element_type() != w.element_type()) return invalid(op, "x and w must have one dtype");
-  for (int64_t d : {xd[0], m_shard, n, k})
+  for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
   if (a.tile_m < 1 || a.tile_n < 1 || a.raster < 1 || a.lead < 0 || a.pushers < 1 || a.transport < 0 || a.transport > 1)
     return invalid(op, "the plan (tile_m ", a.tile_m, ", tile_n ", a.tile_n, ", raster ", a.raster, ", lead ", a.lead,
                    ", transport ", a.transport, ", pushers ", a.pushers, ") is out of range");
   auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
   schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), u32(a.tile_m), u32(a.tile_n)};
+  if (replicate)
+    g = schedule::all_reduce_geometry(g.ranks, g.batch * g.m_shard, g.n, g.k, g.tile_m, g.tile_n, schedule::chunk_unit(target));
   // Positions and words are 32-bit; leave room for the parts of a tile and the claims past the end of the queue.
   if (double(g.ranks) * g.batch * g.row_blocks() * g.cols() * schedule::kSm90Parts >= double(1u << 31))
     return invalid(op, "the product has more tiles than a 32-bit queue can number");

@@ -8,7 +8,7 @@
 
 namespace entwine {
 
-// Every attribute of both custom calls, by the names that entwine_jax/_lowering.py writes.
+// Every attribute of all custom calls, by the names that entwine_jax/_lowering.py writes.
 struct CallAttributes {
   xla::ffi::Span<const int64_t> groups;  // logical device ids, [groups][team_size], of every team along the axis
   int64_t team_size;
@@ -29,11 +29,11 @@ struct Problem {
   xla::ffi::DataType in, out;  // of x and w; of y
 };
 
-char const* op_name(schedule::Op op);
+using schedule::op_name;
 
 // x (batch, rows, k), w (k, n) or (n, k), y (batch, rows', n). An error names the op, the argument, both values.
-xla::ffi::ErrorOr<Problem> decode_problem(schedule::Op op, CallAttributes const& attributes, xla::ffi::AnyBuffer x,
-                                          xla::ffi::AnyBuffer w, xla::ffi::AnyBuffer y);
+xla::ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& attributes,
+                                          xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer w, xla::ffi::AnyBuffer y);
 
 }  // namespace entwine
 

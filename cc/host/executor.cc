@@ -1,6 +1,7 @@
 #include "host/executor.h"
 
 #include "host/all_gather.h"
+#include "host/all_reduce.h"
 #include "host/reduce_scatter.h"
 
 namespace entwine::host {
@@ -21,8 +22,15 @@ bool run(Seat const& seat, Crew& crew) {
 
 template <typename In, typename Out>
 bool run(Seat const& seat, Crew& crew) {
-  if (seat.spec->op == schedule::Op::kAllGatherMatmul) return run<AllGather<In, Out>>(seat, crew);
-  return run<ReduceScatter<In, Out>>(seat, crew);
+  switch (seat.spec->op) {
+    case schedule::Op::kAllGatherMatmul:
+      return run<AllGather<In, Out>>(seat, crew);
+    case schedule::Op::kMatmulReduceScatter:
+      return run<ReduceScatter<In, Out>>(seat, crew);
+    case schedule::Op::kMatmulAllReduce:
+      return run<AllReduce<In, Out>>(seat, crew);
+  }
+  return false;
 }
 
 template <typename In>

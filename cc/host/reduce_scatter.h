@@ -1,4 +1,5 @@
-// GEMM + reduce-scatter: tiles of other ranks' chunks become partial sums, tiles of the own chunk take the peers' in.
+// GEMM + reduce-scatter: tiles of other ranks' chunks become partial sums, tiles of the own chunk take the peers' in. The work
+// that an all-reduce begins with, too.
 #pragma once
 
 #include "host/worker.h"
@@ -6,13 +7,15 @@
 namespace entwine::host {
 
 template <typename In, typename Out>
-class ReduceScatter : RankPart<In, Out> {
- public:
-  explicit ReduceScatter(Seat const& seat)
+class PartialSums : protected RankPart<In, Out> {
+ protected:
+  explicit PartialSums(Seat const& seat)
       : RankPart<In, Out>(seat), order_{raster_, g_.ranks, seat.rank, seat.spec->plan.lead} {}
 
-  bool run(uint32_t index) {
-    Worker<In> worker(seat_, index);
+  // Works on all tiles; `store_sum(tile)` is called for an own one when its sum is in the worker's accumulators. False: the
+  // call is off.
+  template <typename StoreSum>
+  bool work(Worker<In>& worker, StoreSum store_sum) {
     for (;;) {
       worker.stalls.maybe();
       uint32_t position = this->own().tile_queue().fetch_add(1);
@@ -21,12 +24,13 @@ class ReduceScatter : RankPart<In, Out> {
       this->multiply(worker, t, rows(t));
       if (t.owner != this->rank())
         hand_over(worker, t);
-      else if (!finish(worker, t))
+      else if (add_partials(worker, t))
+        store_sum(t);
+      else
         return false;
     }
   }
 
- private:
   using RankPart<In, Out>::g_;
   using RankPart<In, Out>::raster_;
   using RankPart<In, Out>::seat_;
@@ -54,20 +58,36 @@ class ReduceScatter : RankPart<In, Out> {
   }
 
   // Adds the peers' partial sums in rank order, in float.
-  bool finish(Worker<In>& worker, schedule::Tile const& t) const {
+  bool add_partials(Worker<In>& worker, schedule::Tile const& t) const {
     for (uint32_t slot = 0; slot < g_.ranks - 1; ++slot) {
       uint32_t peer = schedule::peer_of_slot(this->rank(), slot);
       if (!this->await(peer, word(t), t)) return false;
       Out const* image = partial(peer, t);
-      for (uint32_t i = 0; i < g_.rows(t.row); ++i)
+      for (uint32_t i = 0; i < g_.rows(t); ++i)
         for (uint32_t j = 0; j < this->cols(t); ++j) worker.product.row(i)[j] += to_float(image[size_t(i) * g_.tile_n + j]);
     }
-    size_t row = size_t(g_.batch_of(t.row)) * g_.m_shard + g_.first_row(t.row);
-    this->store(worker, t, static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n, g_.n);
     return true;
   }
 
   schedule::ReduceScatterOrder order_;
+};
+
+template <typename In, typename Out>
+class ReduceScatter : PartialSums<In, Out> {
+ public:
+  explicit ReduceScatter(Seat const& seat) : PartialSums<In, Out>(seat) {}
+
+  bool run(uint32_t index) {
+    Worker<In> worker(seat_, index);
+    return this->work(worker, [&](schedule::Tile const& t) {
+      size_t row = size_t(g_.batch_of(t.row)) * g_.m_shard + g_.first_row(t.row);
+      this->store(worker, t, static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n, g_.n);
+    });
+  }
+
+ private:
+  using RankPart<In, Out>::g_;
+  using RankPart<In, Out>::seat_;
 };
 
 }  // namespace entwine::host

@@ -1,4 +1,4 @@
-// What the workers of both ops share: one rank's view of a call, and a worker's own state.
+// What the workers of all ops share: one rank's view of a call, and a worker's own state.
 #pragma once
 
 #include <random>
@@ -49,12 +49,12 @@ class RankPart {
 
   // The sums of `t`, whose rows of x begin at `rows`.
   void multiply(Worker<In>& worker, schedule::Tile const& t, In const* rows) const {
-    worker.product.multiply(rows, g_.rows(t.row), static_cast<In const*>(seat_.operands.w), t.col * g_.tile_n, cols(t));
+    worker.product.multiply(rows, g_.rows(t), static_cast<In const*>(seat_.operands.w), t.col * g_.tile_n, cols(t));
   }
 
   // Rounds the sums of `t` to `out`, whose rows are `pitch` elements apart.
   void store(Worker<In>& worker, schedule::Tile const& t, Out* out, size_t pitch) const {
-    for (uint32_t i = 0; i < g_.rows(t.row); ++i)
+    for (uint32_t i = 0; i < g_.rows(t); ++i)
       for (uint32_t j = 0; j < cols(t); ++j) out[i * pitch + j] = from_float<Out>(worker.product.row(i)[j]);
   }
 

@@ -6,7 +6,7 @@
 //
 // Why two halves need no barrier: to start call e, a rank has finished call e-1, in which it heard from every peer; so every
 // peer had started e-1, hence finished e-2, the last call to touch this half. That needs every rank to hear from every other in
-// every call (both ops do: each chunk has at least one row), and one epoch for all ops that share the arena.
+// every call (all ops do: each chunk has at least one tile), and one epoch for all ops that share the arena.
 #pragma once
 
 #include "schedule/signals.h"
@@ -20,7 +20,8 @@ struct ArenaDemand {
 };
 
 // Staging of one call. Reduce-scatter keeps whole tile images of partial sums, one set per peer (pull: in the producer's arena,
-// by owner; push: in the owner's arena, by source); all-gather keeps the peers' chunks of x.
+// by owner; push: in the owner's arena, by source); all-gather keeps the peers' chunks of x. All-reduce keeps partial sums like
+// reduce-scatter and after them the peers' finished tiles, by owner, as images too.
 ENTWINE_HOST_DEVICE constexpr uint64_t chunk_bytes(Geometry const& g, uint32_t element_bytes) {
   return uint64_t(g.batch) * g.m_shard * g.k * element_bytes;
 }
@@ -28,9 +29,15 @@ ENTWINE_HOST_DEVICE constexpr uint64_t partials_bytes(Geometry const& g, uint32_
   return uint64_t(g.chunk_tiles()) * g.tile_m * g.tile_n * element_bytes;
 }
 
-// `element_bytes` is that of x (all-gather) or of a partial sum (reduce-scatter).
+// Where the finished tiles of an all-reduce begin in a half.
+ENTWINE_HOST_DEVICE constexpr uint64_t results_offset(Geometry const& g, uint32_t element_bytes) {
+  return partials_bytes(g, element_bytes) * (g.ranks - 1);
+}
+
+// `element_bytes` is that of x (all-gather) or of y and a partial sum (the others).
 constexpr ArenaDemand arena_demand(Op op, Geometry const& g, uint32_t parts, uint32_t element_bytes) {
   uint64_t per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, element_bytes) : partials_bytes(g, element_bytes);
+  if (op == Op::kMatmulAllReduce) per_peer *= 2;
   return {signals_per_source(op, g, parts), round_up(per_peer * (g.ranks - 1), 1024)};
 }
 

@@ -10,8 +10,11 @@ namespace entwine::schedule::cost {
 // Fused: launch, prologue, first loads, drain; then waves of tiles. A tile costs the same however little of it is inside the
 // matrix, or as its columns of w take to stream in, which is what bounds few rows.
 constexpr double kLaunchUs = 8, kLinkBytesPerUs = kSm90LinkBytesPerSecond * 1e-6;
+constexpr double kCollectUs = 4;  // all-reduce: from the last finished tile's landing to its place in every y
 // XLA: a GEMM of any tile shape at cuBLAS' rate or memory's, and NCCL before or after it.
 constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 24, kNcclBytesPerUs = 0.205e6;
+// Per byte that a rank sends, NCCL's all-reduce is a bit faster than its halves.
+constexpr double kNcclAllReduceBytesPerUs = 0.24e6;
 
 constexpr double larger(double a, double b) { return a < b ? b : a; }
 
@@ -32,14 +35,21 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
   double link_us = per_peer * (g.ranks - 1) / kLinkBytesPerUs;
   // In a single wave there is nothing to do while rows or partial sums are on their way.
   double exposed_us = waves == 1 ? link_us : 0;
+  if (op == Op::kMatmulAllReduce) {
+    // Finished tiles travel too, and those of the last wave when nothing else is left to do.
+    double finished_us = double(g.all_rows()) / g.ranks * g.n * out_bytes * (g.ranks - 1) / kLinkBytesPerUs;
+    exposed_us += kCollectUs + finished_us / larger(1, double(g.tiles()) / kSm90Clusters);
+    link_us += finished_us;
+  }
   double stream_us = 2.0 * g.n * g.k / tile.stream;
   return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us);
 }
 
 constexpr double xla_us(Op op, Geometry const& g, double out_bytes) {
-  double m = double(g.ranks) * g.batch * g.m_shard, n = g.n, k = g.k;
+  double m = double(g.ranks) * g.batch * g.m_shard - g.missing, n = g.n, k = g.k;
   double gemm = kGemmUs + larger(2 * m * n * k / kGemmFlopsPerUs, ((m + n) * k * 2 + m * n * out_bytes) / kMemoryBytesPerUs);
-  double per_peer = double(g.batch) * g.m_shard * (op == Op::kAllGatherMatmul ? k * 2 : n * out_bytes);
+  double per_peer = m / g.ranks * (op == Op::kAllGatherMatmul ? k * 2 : n * out_bytes);
+  if (op == Op::kMatmulAllReduce) return gemm + kNcclUs + 2 * per_peer * (g.ranks - 1) / kNcclAllReduceBytesPerUs;
   return gemm + kNcclUs + per_peer * (g.ranks - 1) / kNcclBytesPerUs;
 }
 

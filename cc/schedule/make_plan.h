@@ -29,14 +29,17 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
   g.tile_m = tile.m;
   g.tile_n = tile.n;
   bool gather = op == Op::kAllGatherMatmul;
-  // Time of the link over time of the matmul; m and n cancel out.
-  double link = double(g.ranks - 1) / g.ranks * out_bytes / kSm90LinkBytesPerSecond, matmul = 2.0 * g.k / kSm90FlopsPerSecond;
+  bool replicate = op == Op::kMatmulAllReduce;
+  // Time of the link over time of the matmul; m and n cancel out. An all-reduce moves sums back, too.
+  double link = double(g.ranks - 1) / g.ranks * out_bytes * (replicate ? 2 : 1) / kSm90LinkBytesPerSecond;
+  double matmul = 2.0 * g.k / kSm90FlopsPerSecond;
   bool push = !gather && link > 0.8 * matmul;
   // Measured: all-gather is fastest with row groups of 8 large tiles, reduce-scatter with 2.
   uint32_t raster = (gather ? 8 : 2) * kSm90Tiles[0].m / tile.m;
   // Measured: a lead of 0.9 waves for pull, 0.7 for push; under half a wave own tiles stall, over 1.5 the link bursts. But
   // where a cluster has but two tiles, an own one that waits in the first wave is late in the last too.
-  uint32_t lead = g.tiles() <= 2 * kSm90Clusters ? kSm90Clusters : push ? 44 : 58;
+  // An all-reduce's last `lead` own tiles come in a burst for which all peers wait: fewer of them.
+  uint32_t lead = g.tiles() <= 2 * kSm90Clusters ? kSm90Clusters : replicate ? 40 : push ? 44 : 58;
   // Measured: 24 clusters fill the link without holding up their own loads; 10 tiles are what is on its way over it.
   uint32_t pushers = gather ? 24 : 10;
   return {tile.m, tile.n, raster, larger(lead, g.ranks - 1), push ? Transport::kPush : Transport::kPull, pushers};

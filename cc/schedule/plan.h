@@ -14,10 +14,10 @@ enum class Transport : uint32_t { kPull = 0, kPush = 1 };
 struct Plan {
   uint32_t tile_m, tile_n;  // on sm_90: of a cluster of two CTAs stacked along m
   uint32_t raster;          // row blocks walked together
-  uint32_t lead;            // reduce-scatter: remote tiles ahead of the first own one
-  Transport transport;      // reduce-scatter
-  // All-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM. Reduce-scatter by push, sm_90:
-  // remote tiles that may be on the link at once.
+  uint32_t lead;            // reduce-scatter, all-reduce: remote tiles ahead of the first own one
+  Transport transport;      // reduce-scatter, all-reduce: of partial sums; results of an all-reduce are always pushed
+  // All-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM. Partial sums by push, sm_90: remote
+  // tiles that may be on the link at once.
   uint32_t pushers;
 };
 
@@ -35,6 +35,10 @@ constexpr bool is_sm90_tile(uint32_t m, uint32_t n) {
 constexpr uint32_t kSm90Clusters = 66, kSm90Parts = 4;
 // Host: small enough that test shapes have many tiles.
 constexpr uint32_t kHostTileM = 32, kHostTileN = 32, kHostParts = 1;
+
+// All-reduce: a chunk's rows are a multiple of this. On sm_90 a part of a tile is 64 rows, and lies in one chunk as a whole: it
+// is stored or it isn't. That costs no tile, since tiles are multiples of that.
+constexpr uint32_t chunk_unit(Target target) { return target == Target::kSm90 ? 64 : 1; }
 
 // Measured on H200 (NVLink 18 links): sustained rates of the matmul and of one direction of the link.
 constexpr double kSm90FlopsPerSecond = 750e12, kSm90LinkBytesPerSecond = 361e9;

@@ -27,12 +27,19 @@ ENTWINE_HOST_DEVICE constexpr uint32_t partial_signal(uint32_t tile, uint32_t pa
   return tile * parts + part;
 }
 
+// GEMM + all-reduce: partial sums signal as for reduce-scatter. The words after those tell of finished tiles: of the *source's*
+// own chunk, whose parts land with everybody else.
+ENTWINE_HOST_DEVICE constexpr uint32_t result_signal(uint32_t chunk_tiles, uint32_t tile, uint32_t part, uint32_t parts) {
+  return (chunk_tiles + tile) * parts + part;
+}
+
 // All-gather + GEMM: one word per row block of the source's chunk.
 ENTWINE_HOST_DEVICE constexpr uint32_t gathered_signal(uint32_t row) { return row; }
 
 // Words that one source raises at one destination.
 ENTWINE_HOST_DEVICE constexpr uint32_t signals_per_source(Op op, Geometry const& g, uint32_t parts) {
-  return op == Op::kAllGatherMatmul ? g.chunk_rows() : g.chunk_tiles() * parts;
+  if (op == Op::kAllGatherMatmul) return g.chunk_rows();
+  return g.chunk_tiles() * parts * (op == Op::kMatmulAllReduce ? 2 : 1);
 }
 
 }  // namespace entwine::schedule

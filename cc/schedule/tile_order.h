@@ -71,6 +71,23 @@ struct ReduceScatterOrder {
   }
 };
 
+// GEMM + all-reduce: tiles as for reduce-scatter. A finished own tile goes to all peers, and this is the order in which a rank
+// collects theirs: as they are made, tile by tile, each from all owners (rank+1 first), part by part. A collect job waits for
+// the owner's tile; nobody waits for a collect job. So, numbered after all tiles, these jobs keep the progress rule.
+struct CollectOrder {
+  Raster raster;
+  uint32_t ranks, rank, parts;
+
+  struct Job {
+    uint32_t owner, index, part;  // index: the tile's, in raster order
+  };
+  ENTWINE_HOST_DEVICE constexpr uint32_t size() const { return (ranks - 1) * raster.size() * parts; }
+  ENTWINE_HOST_DEVICE constexpr Job at(uint32_t job) const {
+    uint32_t peers = ranks - 1, tile = job / parts, index = tile / peers;
+    return {(rank + 1 + (tile - index * peers)) % ranks, index, job - tile * parts};
+  }
+};
+
 // All-gather + GEMM: the own chunk first, then rank+1, rank+2, ... A tile of another chunk waits for its row block, which that
 // chunk's owner pushes without ever waiting: see PushOrder.
 struct AllGatherOrder {

@@ -19,8 +19,8 @@ void watch(schedule::StuckReport volatile* report) {
       stderr,
       "entwine_jax.%s: rank %u waited too long for rank %u: row block %u, column %u, epoch %u, signal %u, wanted %u. Did every "
       "rank make the same calls in the same order? ENTWINE_TIMEOUT_S sets the bound.\n",
-      report->op == static_cast<uint32_t>(schedule::Op::kAllGatherMatmul) ? "all_gather_matmul" : "matmul_reduce_scatter",
-      report->rank, report->peer, report->row, report->col, report->epoch, report->seen, report->wanted);
+      schedule::op_name(static_cast<schedule::Op>(report->op)), report->rank, report->peer, report->row, report->col,
+      report->epoch, report->seen, report->wanted);
   std::fflush(stderr);
 }
 

@@ -22,7 +22,7 @@ Geometry geometry() {
 void parts_of_a_layout_are_disjoint() {
   for (int i = 0; i < 5000; ++i) {
     Geometry g = geometry();
-    Op op = i % 2 ? Op::kAllGatherMatmul : Op::kMatmulReduceScatter;
+    Op op = static_cast<Op>(i / 3 % 3);
     ArenaDemand demand = arena_demand(op, g, upto(4), i % 3 ? 2 : 4);
     ArenaLayout a{g.ranks, demand.words_per_source, demand.staging_half};
     CHECK(a.fits(demand));
@@ -51,6 +51,8 @@ void staging_holds_what_peers_send() {
     CHECK(arena_demand(Op::kAllGatherMatmul, g, 1, bytes).staging_half >= peers * chunk);
     uint64_t images = uint64_t(g.chunk_tiles()) * g.tile_m * g.tile_n * bytes;
     CHECK(arena_demand(Op::kMatmulReduceScatter, g, 1, bytes).staging_half >= peers * images);
+    CHECK(results_offset(g, bytes) >= peers * images);
+    CHECK(arena_demand(Op::kMatmulAllReduce, g, 1, bytes).staging_half >= results_offset(g, bytes) + peers * images);
   }
 }
 

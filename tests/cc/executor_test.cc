@@ -48,8 +48,8 @@ class Product {
   // `draw` gives the elements of x and w.
   template <typename Draw>
   Product(CallSpec const& spec, Draw draw) : spec_(spec), g_(spec.geometry) {
-    size_t x_rows = size_t(g_.batch) * g_.m_shard * (gather() ? 1 : g_.ranks);
-    size_t y_rows = size_t(g_.batch) * g_.m_shard * (gather() ? g_.ranks : 1);
+    size_t x_rows = replicate() ? g_.all_rows() : size_t(g_.batch) * g_.m_shard * (gather() ? 1 : g_.ranks);
+    size_t y_rows = replicate() ? g_.all_rows() : size_t(g_.batch) * g_.m_shard * (gather() ? g_.ranks : 1);
     for (uint32_t r = 0; r < g_.ranks; ++r) {
       std::vector<float> x(x_rows * g_.k), w(size_t(g_.k) * g_.n);
       for (float& v : x) v = draw();
@@ -69,7 +69,7 @@ class Product {
   // The largest error of a result, less `relative` times the sum of the absolute values of its terms.
   double worst(double relative) const {
     double worst = 0;
-    uint32_t rows = gather() ? g_.ranks * g_.m_shard : g_.m_shard;
+    uint32_t rows = replicate() ? g_.all_rows() : gather() ? g_.ranks * g_.m_shard : g_.m_shard;
     for (uint32_t r = 0; r < g_.ranks; ++r)
       for (uint32_t b = 0; b < g_.batch; ++b)
         for (uint32_t i = 0; i < rows; ++i)
@@ -78,7 +78,8 @@ class Product {
             if (gather()) {
               add(i / g_.m_shard, size_t(b) * g_.m_shard + i % g_.m_shard, r, j, want, size);
             } else {
-              for (uint32_t q = 0; q < g_.ranks; ++q) add(q, (size_t(b) * g_.ranks + r) * g_.m_shard + i, q, j, want, size);
+              size_t first = replicate() ? 0 : (size_t(b) * g_.ranks + r) * g_.m_shard;
+              for (uint32_t q = 0; q < g_.ranks; ++q) add(q, first + i, q, j, want, size);
             }
             double error = std::abs(decode(y_[r], (size_t(b) * rows + i) * g_.n + j, spec_.out) - want);
             if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
@@ -88,6 +89,7 @@ class Product {
 
  private:
   bool gather() const { return spec_.op == Op::kAllGatherMatmul; }
+  bool replicate() const { return spec_.op == Op::kMatmulAllReduce; }
   void add(uint32_t x_rank, size_t x_row, uint32_t w_rank, uint32_t col, double& sum, double& size) const {
     for (uint32_t p = 0; p < g_.k; ++p) {
       size_t at = spec_.transpose_w ? size_t(col) * g_.k + p : size_t(p) * g_.n + col;
@@ -143,10 +145,10 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
                                           {Element::kF16, Element::kF32},
                                           {Element::kF32, Element::kF32}};
   auto const& types = kTypes[random.below(5)];
-  bool gather = random.below(2) == 0;
+  Op op = static_cast<Op>(random.below(3));
   uint32_t tile_m = random.upto(12), tile_n = random.upto(12);
-  CallSpec spec{gather ? "all_gather_matmul" : "matmul_reduce_scatter",
-                gather ? Op::kAllGatherMatmul : Op::kMatmulReduceScatter,
+  CallSpec spec{schedule::op_name(op),
+                op,
                 {ranks, random.upto(2), random.upto(3 * tile_m), random.upto(3 * tile_n), random.upto(24), tile_m, tile_n},
                 {tile_m, tile_n, random.upto(4), random.below(40), random.below(2) == 0 ? Transport::kPull : Transport::kPush,
                  random.upto(3)},
@@ -155,6 +157,11 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
                 types[1]};
   spec.workers = random.upto(4);
   spec.timeout = Timeout(60000);
+  if (op == Op::kMatmulAllReduce) {  // any number of rows, in chunks of a multiple of some
+    Geometry& g = spec.geometry;
+    uint32_t rows = random.upto(ranks * g.m_shard);
+    g = schedule::all_reduce_geometry(ranks, rows, g.n, g.k, tile_m, tile_n, random.upto(3));
+  }
   return spec;
 }
 
@@ -277,6 +284,10 @@ void arenas_grow() {
         g = {2, 1, 70, 70, 3, 1, 1};
         spec.op = Op::kMatmulReduceScatter;
       }
+      if (i == 3) {
+        g = schedule::all_reduce_geometry(2, 139, 70, 3, 1, 1, 1);
+        spec.op = Op::kMatmulAllReduce;
+      }
       if (i == 4) {  // a chunk of 2 MiB and more
         g = {2, 1, 70, 5, 16384, 32, 8};
         spec.op = Op::kAllGatherMatmul;
@@ -302,18 +313,14 @@ void epochs_wrap_around() {
   }
 }
 
-// Sums are taken in rank order, whatever the timing.
-void results_are_the_same_to_the_bit() {
+// Sums are taken in rank order, whatever the timing; and once, for all ranks of an all-reduce.
+void results_are_the_same_to_the_bit(Op op) {
   Random random(8);
   for (Element type : {Element::kBf16, Element::kF16, Element::kF32}) {
     Team team(4);
-    CallSpec spec{"matmul_reduce_scatter",
-                  Op::kMatmulReduceScatter,
-                  {4, 2, 21, 30, 77, 8, 8},
-                  {8, 8, 2, 5, Transport::kPull, 1},
-                  false,
-                  type,
-                  type};
+    Geometry g{4, 2, 21, 30, 77, 8, 8};
+    if (op == Op::kMatmulAllReduce) g = schedule::all_reduce_geometry(4, 81, 30, 77, 8, 8, 1);
+    CallSpec spec{schedule::op_name(op), op, g, {8, 8, 2, 5, Transport::kPull, 1}, false, type, type};
     std::unique_ptr<Product> first;
     for (int64_t run = 0; run < 12; ++run) {
       spec.workers = 1 + static_cast<uint32_t>(run % 4);
@@ -334,9 +341,13 @@ void results_are_the_same_to_the_bit() {
       } else {
         for (uint32_t r = 0; r < 4; ++r) CHECK(product->y(r) == first->y(r));
       }
+      for (uint32_t r = 1; r < 4 && op == Op::kMatmulAllReduce; ++r) CHECK(first->y(r) == first->y(0));
     }
   }
 }
+
+void reduce_scatter_is_the_same_to_the_bit() { results_are_the_same_to_the_bit(Op::kMatmulReduceScatter); }
+void all_reduce_is_the_same_to_the_bit() { results_are_the_same_to_the_bit(Op::kMatmulAllReduce); }
 
 void teams_do_not_disturb_each_other() {
   std::vector<std::thread> threads;
@@ -360,14 +371,17 @@ void teams_do_not_disturb_each_other() {
 
 void a_rank_that_never_comes_ends_in_an_error() {
   Random random(12);
-  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce}) {
     Team team(3);
     auto healthy = integer_products(random, 3, 6, [](CallSpec&) {});
     run_and_check(team, healthy, 0, random);
 
     auto products = integer_products(random, 3, 2, [&](CallSpec& spec) {
       spec.op = op;
-      spec.name = op == Op::kAllGatherMatmul ? "all_gather_matmul" : "matmul_reduce_scatter";
+      spec.name = schedule::op_name(op);
+      Geometry& g = spec.geometry;
+      g.missing = 0;
+      if (op == Op::kMatmulAllReduce) g = schedule::all_reduce_geometry(3, 3 * g.m_shard, g.n, g.k, g.tile_m, g.tile_n, 1);
       spec.workers = 3;
       spec.timeout = Timeout(100);
     });
@@ -429,7 +443,8 @@ int main() {
                      {"a lagging rank is not overrun", a_lagging_rank_is_not_overrun},
                      {"arenas grow", arenas_grow},
                      {"epochs wrap around", epochs_wrap_around},
-                     {"results are the same to the bit", results_are_the_same_to_the_bit},
+                     {"reduce-scatter is the same to the bit", reduce_scatter_is_the_same_to_the_bit},
+                     {"all-reduce is the same to the bit, on all ranks", all_reduce_is_the_same_to_the_bit},
                      {"teams do not disturb each other", teams_do_not_disturb_each_other},
                      {"a rank that never comes ends in an error", a_rank_that_never_comes_ends_in_an_error},
                      {"failures under load", failures_under_load}});

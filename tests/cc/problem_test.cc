@@ -20,18 +20,17 @@ struct Call {
   CallAttributes attributes{};
 
   explicit Call(Op op) : op(op) {
-    bool gather = op == Op::kAllGatherMatmul;
-    x = {2, gather ? 10 : 40, 7};
+    x = {2, op == Op::kAllGatherMatmul ? 10 : 40, 7};
     w = {7, 5};
-    y = {2, gather ? 40 : 10, 5};
+    y = {2, op == Op::kMatmulReduceScatter ? 10 : 40, 5};
     attributes.team_size = 4;
     attributes.tile_m = attributes.tile_n = attributes.raster = attributes.pushers = attributes.workers = 1;
   }
 
-  ffi::ErrorOr<Problem> decode() {
+  ffi::ErrorOr<Problem> decode(schedule::Target target = schedule::Target::kHost) {
     attributes.groups = {groups.data(), groups.size()};
     XLA_FFI_Buffer xb = buffer(x, x_type), wb = buffer(w, w_type), yb = buffer(y, y_type);
-    return decode_problem(op, attributes, ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb));
+    return decode_problem(op, target, attributes, ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb));
   }
 
  private:
@@ -46,7 +45,7 @@ struct Call {
 };
 
 void good_calls_decode() {
-  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
     for (bool transpose : {false, true}) {
       Call call(op);
       call.attributes.transpose_w = transpose;
@@ -57,10 +56,25 @@ void good_calls_decode() {
       CHECK_THAT(problem.has_value(), problem.error().message());
       if (!problem.has_value()) continue;
       schedule::Geometry const& g = problem->geometry;
-      CHECK(g.ranks == 4 && g.batch == 2 && g.m_shard == 10 && g.n == 5 && g.k == 7);
+      CHECK(g.ranks == 4 && g.n == 5 && g.k == 7);
+      if (op == Op::kMatmulAllReduce)  // rows of all batches together
+        CHECK(g.batch == 1 && g.m_shard == 20 && g.missing == 0);
+      else
+        CHECK(g.batch == 2 && g.m_shard == 10 && g.missing == 0);
       CHECK(problem->plan.lead == 9 && problem->plan.transport == schedule::Transport::kPush);
       CHECK(problem->transpose_w == transpose && problem->in == ffi::F32 && problem->out == ffi::F32);
     }
+}
+
+// 2 x 41 rows for 4 ranks: 21 each, the last one 2 less; on a GPU 64 and 18, and none for the last two.
+void an_all_reduce_takes_any_rows() {
+  Call call(Op::kMatmulAllReduce);
+  call.x[1] = call.y[1] = 41;
+  auto host = call.decode(), gpu = call.decode(schedule::Target::kSm90);
+  CHECK(host.has_value() && gpu.has_value());
+  if (!host.has_value() || !gpu.has_value()) return;
+  CHECK(host->geometry.m_shard == 21 && host->geometry.missing == 2 && host->geometry.all_rows() == 82);
+  CHECK(gpu->geometry.m_shard == 64 && gpu->geometry.missing == 174 && gpu->geometry.all_rows() == 82);
 }
 
 void bad_calls_are_named() {
@@ -74,7 +88,7 @@ void bad_calls_are_named() {
       {[](Call& c) { c.attributes.team_size = 1; }, {"2 to 8", "1"}},
       {[](Call& c) { c.groups.pop_back(); }, {"groups", "3", "4"}},
       {[](Call& c) { c.w[0] = 8; }, {"x", "contraction", "7", "w", "8"}},
-      {[](Call& c) { ++(c.op == Op::kAllGatherMatmul ? c.y : c.x)[1]; }, {"41", "10"}},
+      {[](Call& c) { ++(c.op == Op::kAllGatherMatmul ? c.y : c.x)[1]; }, {"41", "rows"}},
       {[](Call& c) { c.y[2] = 6; }, {"result", "6", "5"}},
       {[](Call& c) { c.w_type = ffi::BF16; }, {"dtype"}},
       {[](Call& c) { c.x[2] = c.w[0] = 0; }, {"size 0"}},
@@ -84,9 +98,13 @@ void bad_calls_are_named() {
       {[](Call& c) { c.attributes.lead = -1; }, {"plan", "lead -1"}},
       {[](Call& c) { c.attributes.transport = 2; }, {"plan", "transport 2"}},
       {[](Call& c) { c.attributes.pushers = 0; }, {"plan", "pushers 0"}},
-      {[](Call& c) { c.x[0] = c.y[0] = int64_t{1} << 30; }, {"more tiles"}},
+      {[](Call& c) {
+         c.x[0] = c.y[0] = int64_t{1} << 30;
+         if (c.op == Op::kMatmulAllReduce) c.x[1] = c.y[1] = 1;
+       },
+       {"more tiles"}},
   };
-  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
     for (Fault const& fault : faults) {
       Call call(op);
       fault.spoil(call);
@@ -105,5 +123,7 @@ void bad_calls_are_named() {
 
 int main() {
   using namespace entwine;
-  return check::run({{"good calls decode", good_calls_decode}, {"bad calls are named", bad_calls_are_named}});
+  return check::run({{"good calls decode", good_calls_decode},
+                     {"an all-reduce takes any rows", an_all_reduce_takes_any_rows},
+                     {"bad calls are named", bad_calls_are_named}});
 }

@@ -54,6 +54,26 @@ void geometry_covers_every_row_and_column() {
   });
 }
 
+// Whatever the number of rows: each is some chunk's, a tile's part of `unit` rows lies in one chunk, and rounding chunks up to
+// that costs no row block of a multiple of it.
+void all_reduce_chunks_cover_every_row() {
+  Shapes shapes;
+  for (uint32_t ranks = 1; ranks <= kMaxRanks; ++ranks)
+    for (uint32_t i = 0; i < 3000; ++i) {
+      uint32_t unit = shapes.upto(4), tile_m = unit * shapes.upto(4), rows = shapes.upto(6 * ranks * tile_m);
+      Geometry g = all_reduce_geometry(ranks, rows, 1, 1, tile_m, 1, unit);
+      CHECK_THAT(g.all_rows() == rows && g.batch == 1 && g.m_shard % unit == 0, g);
+      CHECK_THAT(g.row_blocks() == ceil_div(ceil_div(rows, ranks), tile_m), g << ", " << rows << " rows");
+      std::vector<uint32_t> covered(rows);
+      for (uint32_t owner = 0; owner < ranks; ++owner)
+        for (uint32_t row = 0; row < g.chunk_rows(); ++row) {
+          Tile t{owner, row, 0};
+          for (uint32_t j = 0; j < g.rows(t); ++j) ++covered[owner * g.m_shard + g.first_row(row) + j];
+        }
+      for (uint32_t times : covered) CHECK_THAT(times == 1, g << ", " << rows << " rows");
+    }
+}
+
 void peer_slots_number_all_peers() {
   for (uint32_t ranks = 1; ranks <= kMaxRanks; ++ranks)
     for (uint32_t self = 0; self < ranks; ++self) {
@@ -113,6 +133,26 @@ void reduce_scatter_order_is_complete_and_never_deadlocks() {
       for (uint32_t i = 0; i < g.chunk_tiles(); ++i)
         for (uint32_t peer = 0; peer < g.ranks; ++peer)
           if (peer != r) CHECK_THAT(at[peer][r][i] < at[r][r][i], g << ", lead " << lead << ", tile " << i);
+  });
+}
+
+// All-reduce: a rank's jobs are its tiles, as for reduce-scatter, and then what it collects, which waits for tiles; so any
+// order of collecting will do, as long as it is complete.
+void collect_order_is_complete_and_as_tiles_are_made() {
+  for_all_shapes(1, 3000, [](Geometry const& g, Raster const& raster, Shapes& shapes) {
+    uint32_t parts = shapes.upto(4), r = shapes.random() % g.ranks;
+    CollectOrder order{raster, g.ranks, r, parts};
+    CHECK_THAT(order.size() == (g.ranks - 1) * g.chunk_tiles() * parts, g);
+    std::set<std::vector<uint32_t>> jobs;
+    uint32_t last = 0;
+    for (uint32_t i = 0; i < order.size(); ++i) {
+      CollectOrder::Job job = order.at(i);
+      CHECK_THAT(job.owner != r && job.owner < g.ranks && job.index < g.chunk_tiles() && job.part < parts, g);
+      CHECK_THAT(job.index >= last, g << ": raster index outermost, as owners make their tiles");
+      last = job.index;
+      jobs.insert({job.owner, job.index, job.part});
+    }
+    CHECK_THAT(jobs.size() == order.size(), g << ": each once");
   });
 }
 
@@ -192,8 +232,8 @@ void pushes_come_in_the_order_of_need() {
 void signal_words_have_one_writer_and_all_are_awaited() {
   for_all_shapes(2, 3000, [](Geometry const& g, Raster const& raster, Shapes& shapes) {
     uint32_t parts = shapes.upto(4);
-    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
-      bool gather = op == Op::kAllGatherMatmul;
+    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce}) {
+      bool gather = op == Op::kAllGatherMatmul, replicate = op == Op::kMatmulAllReduce;
       uint32_t used = signals_per_source(op, g, parts), words_per_source = used + shapes.random() % 5;
       std::vector<int> writer(g.ranks * words_per_source, -1);
       uint32_t destination = shapes.random() % g.ranks, raised = 0, awaited = 0;
@@ -212,8 +252,10 @@ void signal_words_have_one_writer_and_all_are_awaited() {
           ReduceScatterOrder order{raster, g.ranks, source, 2 * g.ranks};
           for (uint32_t p = 0; p < order.size(); ++p) {
             Tile t = order.at(p);
-            if (t.owner != destination) continue;
-            for (uint32_t part = 0; part < parts; ++part) raise(partial_signal(raster.index(t.row, t.col), part, parts));
+            for (uint32_t part = 0; part < parts && t.owner == destination; ++part)
+              raise(partial_signal(raster.index(t.row, t.col), part, parts));
+            for (uint32_t part = 0; part < parts && replicate && t.owner == source; ++part)
+              raise(result_signal(g.chunk_tiles(), raster.index(t.row, t.col), part, parts));
           }
         }
       }
@@ -236,6 +278,11 @@ void signal_words_have_one_writer_and_all_are_awaited() {
               await(source, partial_signal(raster.index(t.row, t.col), part, parts));
         }
       }
+      CollectOrder collect{raster, g.ranks, destination, parts};
+      for (uint32_t i = 0; i < collect.size() && replicate; ++i) {
+        CollectOrder::Job job = collect.at(i);
+        await(job.owner, result_signal(g.chunk_tiles(), job.index, job.part, parts));
+      }
       CHECK_THAT(raised == (g.ranks - 1) * used && awaited == raised,
                  g << ": " << raised << " raised, " << awaited << " awaited");
     }
@@ -255,7 +302,7 @@ void epochs_wrap_around() {
 }
 
 void plans_are_sound() {
-  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
     for (Target target : {Target::kHost, Target::kSm90})
       for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks)
         for (uint32_t rows : {1u, 100u, 512u, 8192u})
@@ -276,10 +323,12 @@ int main() {
   using namespace entwine::schedule;
   return check::run(
       {{"geometry covers every row and column", geometry_covers_every_row_and_column},
+       {"all-reduce chunks cover every row", all_reduce_chunks_cover_every_row},
        {"peer slots number all peers", peer_slots_number_all_peers},
        {"raster index is the inverse of at", raster_index_is_the_inverse_of_at},
        {"reduce-scatter order is complete and never deadlocks", reduce_scatter_order_is_complete_and_never_deadlocks},
        {"reduce-scatter order is paced", reduce_scatter_order_is_paced},
+       {"collect order is complete and as tiles are made", collect_order_is_complete_and_as_tiles_are_made},
        {"all-gather order is complete and never deadlocks", all_gather_order_is_complete_and_never_deadlocks},
        {"pushes come in the order of need", pushes_come_in_the_order_of_need},
        {"signal words have one writer and all are awaited", signal_words_have_one_writer_and_all_are_awaited},
