@@ -24,6 +24,7 @@ MARKS = (
     "rounded",
     "landed",
     "pushed",
+    "collected",
 )
 _RAW = np.dtype([("ns", "<u8"), ("tile", "<u4"), ("mark", "<u4")])
 _EVENT = np.dtype(
@@ -39,8 +40,9 @@ class TracedCall:
     """One rank's launch of one fused call.
 
     ``events`` is a structured array in order of time, a row for each thing that happened to a tile: ``us`` since the
-    launch's first event, ``cta``, ``writer`` (the warp: 0 loader, 1 and 2 storers, 3 scheduler or pusher), ``mark`` (an
-    index of `MARKS`), and the tile's ``owner``, ``row`` block and ``column``. A push has its destination as owner.
+    launch's first event, ``cta``, ``writer`` (the warp: 0 loader, 1 and 2 storers, 3 scheduler, pusher or collector),
+    ``mark`` (an index of `MARKS`), and the tile's ``owner``, ``row`` block and ``column``. A push has its destination
+    as owner.
     """
 
     op: str
@@ -62,7 +64,10 @@ class TracedCall:
         """When, in microseconds, something landed at a peer, and how many bytes each time."""
         if self.op == "all_gather_matmul":
             return self.at("pushed")["us"], _UNIT_BYTES
-        return self.at("landed")["us"], _PART_ELEMENTS * self.out_bytes
+        landed = self.at("landed")
+        # A finished part of an all-reduce goes to all peers.
+        copies = np.where(landed["owner"] == self.rank, self.ranks - 1, 1)
+        return np.repeat(landed["us"], copies), _PART_ELEMENTS * self.out_bytes
 
     def link_rate(self, window_us: float = 10.0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Times in microseconds, and the GB/s that this rank sent in the window that ends there."""

@@ -177,6 +177,7 @@ nanobind::dict cuda_registrations() {
   nanobind::dict targets;
   targets["entwine_all_gather_matmul"] = stages<Op::kAllGatherMatmul>();
   targets["entwine_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter>();
+  targets["entwine_matmul_all_reduce"] = stages<Op::kMatmulAllReduce>();
   return targets;
 }
 

@@ -25,6 +25,12 @@ TensorView chunk_view(void const* data, uint64_t inner, Geometry const& g, uint6
   return {data, element_bytes == 4, 4, {inner, g.m_shard, g.batch, chunks}, {row, batch, batch * g.batch}, {}};
 }
 
+// x or y of an all-reduce as (inner, row, 0, 0).
+TensorView matrix_view(void const* data, uint64_t inner, Geometry const& g, uint64_t element_bytes) {
+  uint64_t row = inner * element_bytes, all = g.all_rows() * row;
+  return {data, element_bytes == 4, 4, {inner, g.all_rows(), 1, 1}, {row, all, all}, {}};
+}
+
 bool encode(TensorView view, uint32_t inner, uint32_t rows, CUtensorMap* map) {
   view.box[0] = inner;
   view.box[1] = rows;
@@ -33,8 +39,9 @@ bool encode(TensorView view, uint32_t inner, uint32_t rows, CUtensorMap* map) {
 }
 
 Kernel pick_kernel(Op op, Variant const& variant, int* shared_bytes) {
-  return op == Op::kAllGatherMatmul ? all_gather_matmul_kernel(variant, shared_bytes)
-                                    : matmul_reduce_scatter_kernel(variant, shared_bytes);
+  if (op == Op::kAllGatherMatmul) return all_gather_matmul_kernel(variant, shared_bytes);
+  if (op == Op::kMatmulReduceScatter) return matmul_reduce_scatter_kernel(variant, shared_bytes);
+  return matmul_all_reduce_kernel(variant, shared_bytes);
 }
 
 uint32_t clusters_of(Call const& call) { return schedule::smaller(call.multiprocessors / kCtas, call.geometry.tiles()); }
@@ -61,7 +68,7 @@ std::string unsupported(Call const& call) {
 }
 
 cudaError_t load_kernels() {
-  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
     for (bool transposed_w : {false, true})
       for (bool float_out : {false, true})
         for (bool traced : {false, true})
@@ -77,7 +84,8 @@ cudaError_t load_kernels() {
 
 TraceShape trace_shape(Call const& call) {
   if (call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
-  // A storer notes five things a tile, a pusher one a unit; clusters share tiles almost evenly, pushers units less so.
+  // A storer notes five things a tile, a pusher one a unit, a collector one a part of a tile; clusters share tiles almost
+  // evenly, pushers units less so.
   uint32_t clusters = clusters_of(call), tiles = schedule::ceil_div(call.geometry.tiles(), clusters);
   return {kCtas * clusters, 256 + 16 * tiles};
 }
@@ -100,6 +108,9 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
       ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g, g.ranks - 1, 2), kBlockK,
                         rows, &p.gathered[parity]);
     ok = ok && encode(whole_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
+  } else if (call.op == Op::kMatmulAllReduce) {
+    ok = ok && encode(matrix_view(call.x, g.k, g, 2), kBlockK, rows, &p.x);
+    ok = ok && encode(matrix_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
   } else {
     ok = ok && encode(whole_view(call.x, g.k, g, 2), kBlockK, rows, &p.x);
     ok = ok && encode(chunk_view(call.y, g.n, g, 1, out), image_cols, kImageRows, &p.y);
@@ -115,6 +126,9 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.lead = call.plan.lead;
   p.pull = call.plan.transport == schedule::Transport::kPull;
   p.pushers = call.plan.pushers;
+  p.rows = g.all_rows();
+  p.n = g.n;
+  p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
   p.row_bytes = g.k * uint64_t{2};
   p.units_per_block =

@@ -54,5 +54,6 @@ struct Variant {
 using Kernel = void (*)(struct Params);
 Kernel all_gather_matmul_kernel(Variant const& variant, int* shared_bytes);
 Kernel matmul_reduce_scatter_kernel(Variant const& variant, int* shared_bytes);
+Kernel matmul_all_reduce_kernel(Variant const& variant, int* shared_bytes);
 
 }  // namespace entwine::sm90

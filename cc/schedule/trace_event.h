@@ -15,8 +15,9 @@ enum class Mark : uint32_t {
   kArrived = 5,     // storer: they have all been signalled
   kMultiplied = 6,  // storer: the first image is finished
   kRounded = 7,     // storer: the last one is
-  kLanded = 8,      // storer: a partial sum lies where its owner looks for it, and is signalled
+  kLanded = 8,      // storer: a partial sum lies where its owner looks for it, or a finished part at all peers; signalled
   kPushed = 9,      // pusher: a unit of the own chunk has landed
+  kCollected = 10,  // collector: a part of a peer's finished tile is there, and is copied now
 };
 
 // A writer's events lie in the order of their time; ns 0 ends them. `tile` packs owner, row block and column
@@ -26,7 +27,7 @@ struct TraceEvent {
   uint32_t tile, mark;
 };
 
-// Writers of a CTA: loader, two storers, scheduler or pusher.
+// Writers of a CTA: loader, two storers, scheduler, pusher or collector.
 constexpr uint32_t kTraceWriters = 4;
 
 }  // namespace entwine::schedule

@@ -1,9 +1,10 @@
-// The kernel body that both ops share: roles, barriers, memory order.
+// The kernel body that all ops share: roles, barriers, memory order.
 //
 //   warp 0      loader      TMA loads of x and w into the pipeline
 //   warps 1, 2  storers     own the C buffers of consumers 0 and 1: partials in, images out, signals
 //   warp 3      scheduler   (CTA 0) claims tiles and posts them to both CTAs; all-gather: once their rows have landed
 //               pusher      (CTA 1, all-gather, the first `pushers` clusters) copies the own chunk to the peers
+//               collector   (CTA 1, all-reduce) copies the peers' finished tiles to y
 //   warps 4-11  consumers   two warpgroups: wgmma, reduction, rounding
 //
 // Single-thread roles run in lane 0 of their warp.
@@ -23,6 +24,7 @@
 // cluster only.
 #pragma once
 
+#include "kernel/sm90/collector.cuh"
 #include "kernel/sm90/consumer.cuh"
 #include "kernel/sm90/loader.cuh"
 #include "kernel/sm90/pusher.cuh"
@@ -86,6 +88,8 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
         schedule_tiles(cta);
       } else if constexpr (C::kGather) {
         if (cta.first_claim < params.pushers) Pusher<C>(cta).run();
+      } else if constexpr (C::kReplicate) {
+        Collector<C>(cta).run();
       }
     }
     __syncwarp();

@@ -15,6 +15,7 @@ template <schedule::Op kOp_, uint32_t kTileM_, uint32_t kTileN_, bool kTranspose
 struct Config {
   static constexpr schedule::Op kOp = kOp_;
   static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul;
+  static constexpr bool kReplicate = kOp == schedule::Op::kMatmulAllReduce;
   // A CTA has half of the cluster's rows. Of 128 rows each consumer takes 64 with all columns, of 64 rows each takes half the
   // columns.
   static constexpr uint32_t kTileM = kTileM_, kTileN = kTileN_, kCtaM = kTileM / kCtas;
@@ -32,15 +33,15 @@ struct Config {
   // serialise wgmma, C7511).
   static constexpr bool kAhead = kGather && !kFloatOut && kConsumerN == 256;
 
-  // Large tiles: three stages are as fast as four. The rest of shared memory holds partials in flight or the pusher's ring.
-  // Small tiles wait for memory rather than for the tensor cores: the more bytes in flight the better.
+  // Large tiles: three stages are as fast as four. The rest of shared memory holds partials in flight, the pusher's or the
+  // collector's ring. Small tiles wait for memory rather than for the tensor cores: the more bytes in flight the better.
   static constexpr int kStages = kStacked ? (kTileN == 256 ? 3 : 4) : (kGather ? 6 : 7);
   static constexpr int kABytes = kCtaM * kBlockK * 2, kBBytes = kTileN * kBlockK * 2, kStageBytes = kABytes + kBBytes;
   static constexpr int kBuffers = kGather || !kStacked ? 2 : 4;  // C buffers of a warpgroup
   static constexpr int kImageCols = 128 / static_cast<int>(sizeof(Out));
   static constexpr int kImages = kConsumerN / kImageCols;  // images in a warpgroup's part of a tile
   static constexpr int kPartBytes = kImages * kImageBytes;
-  static constexpr int kPieces = kGather ? 6 : 0;  // pieces in the pusher's ring
+  static constexpr int kPieces = kGather ? 6 : kReplicate ? 2 : 0;  // pieces in that ring
 };
 
 // Offsets into shared memory, from a 1024-byte-aligned base.
@@ -87,7 +88,7 @@ struct Shared {
   __device__ __forceinline__ uint32_t tile_slot() const { return base + kTileSlot; }
   __device__ __forceinline__ uint32_t first_claim() const { return base + kFirstClaim; }
   __device__ __forceinline__ uint32_t epoch() const { return base + kEpoch; }
-  // Pusher, to itself: a piece has come from x.
+  // Pusher or collector, to itself: a piece has come, from x or from the results.
   __device__ __forceinline__ uint32_t piece_loaded(uint32_t slot) const { return base + kPieceLoaded + 8 * slot; }
   __device__ __forceinline__ uint32_t unit(uint32_t index) const { return base + kUnits + 24 * (index % kUnitsInFlight); }
 };

@@ -2,7 +2,8 @@
 //
 // x coordinates, all-gather: (k, row, batch, chunk), the own x has one chunk, the gathered window ranks-1 by peer_slot;
 // reduce-scatter: (k, row, chunk, batch), the rows of a batch are the chunks in rank order. Rows past a chunk and k past the
-// end read as zeros. w coordinates: (n, k), or (k, n) when stored transposed.
+// end read as zeros. All-reduce: (k, row, 0, 0), chunks are just rows; those past a chunk are the next one's, and what comes of
+// them is never stored. w coordinates: (n, k), or (k, n) when stored transposed.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
@@ -24,6 +25,10 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
     uint32_t row = (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM;
     CUtensorMap const* x = &p.x;
     uint32_t third = tile.owner, fourth = batch;
+    if constexpr (C::kReplicate) {
+      row += tile.owner * p.m_shard;
+      third = 0;
+    }
     if constexpr (C::kGather) {
       third = batch;
       fourth = 0;

@@ -13,8 +13,9 @@ namespace entwine::sm90 {
 
 // The head of an arena, in device memory so that replayed CUDA graphs see it change. Zeroed once. `queue` is the epoch above
 // the claims of this launch, in one word so that a cluster's first claim also tells it the epoch; every launch leaves it at
-// {epoch + 1, 0}. `push` (all-gather: units claimed) and `landed` (reduce-scatter, push: parts of partial tiles that lie at
-// their owner's) are used by parity of the epoch; a launch clears the next one's.
+// {epoch + 1, 0}. `push` (all-gather: units claimed; all-reduce: parts of finished tiles claimed by collectors) and `landed`
+// (partial sums by push: parts of remote tiles that lie at their owner's) are used by parity of the epoch; a launch clears the
+// next one's.
 struct Control {
   uint64_t queue;
   uint32_t push[2];
@@ -32,8 +33,11 @@ struct Params {
   uint32_t k_blocks;    // of 64
   uint32_t clusters;    // launched
 
-  uint32_t lead;  // reduce-scatter
-  uint32_t pull;  // reduce-scatter: partials wait in their producer's arena, not in the owner's
+  uint32_t lead;  // reduce-scatter, all-reduce
+  uint32_t pull;  // reduce-scatter, all-reduce: partials wait in their producer's arena, not in the owner's
+
+  uint32_t rows, n;         // all-reduce: of y
+  uint64_t results_offset;  // all-reduce: where the peers' finished tiles begin in a half of the staging
 
   uint32_t pushers;          // all-gather: clusters whose idle warp pushes; reduce-scatter, push: tiles on the link at once
   uint32_t units_per_block;  // all-gather: units in a full row block

@@ -1,11 +1,14 @@
 // Storer: one thread a consumer. It owns the consumer's C buffers: fetches the peers' partial sums into them, stores images of
-// y or of partials for other owners, and signals. No math warp polls a peer or waits for a store to land.
+// y or of partials for other owners, and signals. In an all-reduce it also sends the images of y to all peers. No math warp
+// polls a peer or waits for a store to land.
 //
 // y coordinates, all-gather: (n, row, chunk, batch), the rows of a batch are the chunks in rank order; reduce-scatter:
-// (n, row, batch, 0). Rows past a chunk and columns past the end are clipped by TMA. Partials travel as raw images.
+// (n, row, batch, 0); all-reduce: (n, row, 0, 0). Rows past a chunk and columns past the end are clipped by TMA, but in an
+// all-reduce rows past a chunk are the next one's: see inside(). Partials and finished tiles travel as raw images.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
+#include "kernel/sm90/collector.cuh"
 #include "kernel/sm90/scheduler.cuh"
 #include "kernel/sm90/wait.cuh"
 
@@ -50,6 +53,10 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
         (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM + (C::kStacked ? consumer * 64 : 0);
     uint32_t col = tile.col * C::kTileN + (C::kStacked ? 0 : consumer * C::kConsumerN);
     uint32_t index = C::kGather ? 0 : p.raster.index(tile.row, tile.col), part = cta.rank_in_cluster * kConsumers + consumer;
+    Inside there{};
+    if constexpr (C::kReplicate) {
+      if (!remote) there = inside<C>(p, tile, part);
+    }
     uint32_t sources = reduce ? p.ranks - 1 : 1, items = C::kImages * sources;  // an item is one use of a buffer
     auto buffer = [&](uint32_t item) { return (used + item) % C::kBuffers; };
 
@@ -83,8 +90,15 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
         ptx::bulk_store(partial(cta, p.rank, tile.owner, index, part) + item * kImageBytes, from, kImageBytes);
         ptx::bulk_commit();
       } else if (uint32_t image = item / sources; item - image * sources == sources - 1) {
-        ptx::tma_store_4d(&p.y, from, col + image * C::kImageCols, row, C::kGather ? tile.owner : batch,
-                          C::kGather ? batch : 0);
+        if constexpr (!C::kReplicate) {
+          ptx::tma_store_4d(&p.y, from, col + image * C::kImageCols, row, C::kGather ? tile.owner : batch,
+                            C::kGather ? batch : 0);
+        } else if (image < there.images) {
+          ptx::tma_store_4d(&p.y, from, there.col + image * C::kImageCols, there.row, 0, 0);
+          for (uint32_t peer = 0; peer < p.ranks; ++peer)
+            if (peer != p.rank)
+              ptx::bulk_store(result(cta, peer, p.rank, index, part) + image * kImageBytes, from, kImageBytes);
+        }
         ptx::bulk_commit();
       }
     }
@@ -93,16 +107,22 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
 
     uint32_t stored = packed;
     packed = tiles.next();
-    if (remote) {
+    if (remote || C::kReplicate) {
       // Buffers are free before their writes have landed: let the consumer go on. Then signal, before waiting for anyone.
       ptx::bulk_wait_read<0>();
       if (packed != kNoTile && unpack_tile(packed).owner != p.rank)
         for (; armed < C::kBuffers && armed < C::kImages; ++armed)
           ptx::mbarrier_arrive(shared.buffer_ready(consumer, buffer(armed)));
       ptx::bulk_wait<0>();
-      if (!p.pull) ptx::count_relaxed(&cta.control()->landed[cta.parity()]);
-      ptx::store_release_system(cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
-                                schedule::signal_value(cta.epoch));
+      if (remote) {
+        if (!p.pull) ptx::count_relaxed(&cta.control()->landed[cta.parity()]);
+        ptx::store_release_system(cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
+                                  schedule::signal_value(cta.epoch));
+      } else if (there.images != 0) {
+        for (uint32_t peer = 0; peer < p.ranks; ++peer)
+          if (peer != p.rank)
+            ptx::store_release_system(result_word(cta, peer, p.rank, index, part), schedule::signal_value(cta.epoch));
+      }
       trace.mark(schedule::Mark::kLanded, stored);
     }
   }
