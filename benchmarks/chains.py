@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.rounds import Sampler
-from benchmarks.shapes import ALL_GATHER, Shape
+from benchmarks.shapes import ALL_GATHER, ALL_REDUCE_OP, Shape
 
 AXIS = "t"
 # Both round to bfloat16, XLA's partial sums too: each is within 4e-3 of the exact result.
@@ -54,6 +54,8 @@ def collective_layout(shape: Shape, ranks: int) -> Layout:
     rows, columns = PartitionSpec(AXIS, None), PartitionSpec(None, AXIS)
     if shape.op == ALL_GATHER:
         return Layout(rows, columns, columns, (m, k), (k, n * ranks), (m, n * ranks))
+    if shape.op == ALL_REDUCE_OP:
+        return Layout(columns, rows, PartitionSpec(), (m, k * ranks), (k * ranks, n), (m, n))
     return Layout(columns, rows, rows, (m, k * ranks), (k * ranks, n), (m, n))
 
 
@@ -62,7 +64,7 @@ def gemm_layout(shape: Shape, ranks: int) -> Layout:
     layout = collective_layout(shape, ranks)
     if shape.op == ALL_GATHER:
         return dataclasses.replace(layout, x_shape=(shape.m * ranks, shape.k))
-    return dataclasses.replace(layout, y_shape=(shape.m * ranks, shape.n))
+    return dataclasses.replace(layout, y_spec=PartitionSpec(AXIS, None), y_shape=(shape.m * ranks, shape.n))
 
 
 def _link(x: jax.Array, y: jax.Array) -> jax.Array:

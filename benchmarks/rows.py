@@ -6,19 +6,20 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.shapes import ALL_GATHER, REDUCE_SCATTER
+from benchmarks.shapes import ALL_GATHER, ALL_REDUCE_OP, REDUCE_SCATTER
 
 Row = dict[str, Any]
 
 TITLES = {
     ALL_GATHER: "all-gather + matmul",
     REDUCE_SCATTER: "matmul + reduce-scatter",
-    "matmul_all_reduce": "matmul + all-reduce",
+    ALL_REDUCE_OP: "matmul + all-reduce",
 }
 SUITE_TITLES = {
     "ten": "Ten shapes",
     "tp8": "MLPs of known models, split 8 ways",
     "small": "Few rows",
+    "all_reduce": "All-reduce",
     "tiny": "Tiny shapes: a smoke test",
 }
 PEER_TITLES = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 ALL_GATHER = "all_gather_matmul"
 REDUCE_SCATTER = "matmul_reduce_scatter"
+ALL_REDUCE_OP = "matmul_all_reduce"
 
 # One direction of one H200's NVLink as the copy engine drives it with both directions busy, the best of all mechanisms.
 LINK_BYTES_PER_SECOND = 385e9
@@ -14,7 +15,8 @@ LINK_BYTES_PER_SECOND = 385e9
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One rank's GEMM: (m, k) @ (k, n); the m rows are the gathered ones, or those that are summed and scattered."""
+    """One rank's GEMM: (m, k) @ (k, n); the m rows are the gathered ones, or those that are summed, and scattered or
+    not."""
 
     op: str
     m: int
@@ -25,13 +27,14 @@ class Shape:
         return f"{self.op} m={self.m} n={self.n} k={self.k}"
 
     def link_bytes(self, ranks: int, element_bytes: int = 2) -> int:
-        """The fewest bytes that one rank must send: its chunk to every peer, or every peer's chunk of partial sums."""
+        """The fewest bytes that one rank must send: its chunk to every peer, or every peer's chunk of partial sums; to
+        all-reduce, both."""
         return self.chunk_bytes(ranks, element_bytes) * (ranks - 1)
 
     def chunk_bytes(self, ranks: int, element_bytes: int = 2) -> int:
         """What one rank sends to one peer."""
         columns = self.k if self.op == ALL_GATHER else self.n
-        return self.m // ranks * columns * element_bytes
+        return self.m // ranks * columns * element_bytes * (2 if self.op == ALL_REDUCE_OP else 1)
 
     def link_ms(self, ranks: int) -> float:
         """A model, not a measurement: the bytes over LINK_BYTES_PER_SECOND."""
@@ -74,12 +77,17 @@ SMALL: tuple[Shape, ...] = (
     *_mlp(4096, 14336, (64, 256)),  # Llama-3 8B
 )
 
+ALL_REDUCE: tuple[Shape, ...] = tuple(
+    dataclasses.replace(shape, op=ALL_REDUCE_OP) for shape in TEN if shape.op == REDUCE_SCATTER
+)
+
 SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "ten": {"ten": TEN},
     "tp8": {"tp8": TP8},
     "small": {"small": SMALL},
-    "all": {"ten": TEN, "tp8": TP8, "small": SMALL},
+    "all_reduce": {"all_reduce": ALL_REDUCE},
+    "all": {"ten": TEN, "tp8": TP8, "small": SMALL, "all_reduce": ALL_REDUCE},
 }
 
 # The whole path in seconds on virtual CPU devices.
-TINY: tuple[Shape, ...] = (Shape(REDUCE_SCATTER, 96, 40, 24), Shape(ALL_GATHER, 96, 40, 24))
+TINY: tuple[Shape, ...] = tuple(Shape(op, 96, 40, 24) for op in (REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE_OP))

@@ -173,7 +173,7 @@ def test_peer_results(tmp_path):
     assert found["notes"] == ["said"]
     rows = [vars(shape) | {"peers": {}, "peer_details": {}} for shape in (*shapes.TINY, shapes.TINY[0])]
     peers.merge(rows, found)
-    assert [row["peers"] for row in rows] == [{"torch_symm_mem": 2.0}, {}, {"torch_symm_mem": 2.0}]
+    assert [row["peers"] for row in rows] == [{"torch_symm_mem": 2.0}, {}, {}, {"torch_symm_mem": 2.0}]
     assert rows[0]["peer_details"]["torch_symm_mem"]["over_gemm"] == 1.5
     assert peers.Job.load(job(tmp_path).dump()) == job(tmp_path)
     late = peers.Results(job(tmp_path, seconds=-1.0), {})
@@ -227,7 +227,8 @@ def test_no_copy_engine():
 
 
 def test_suites():
-    assert [len(suite) for suite in shapes.SUITES["all"].values()] == [10, 24, 16]
+    assert [len(suite) for suite in shapes.SUITES["all"].values()] == [10, 24, 16, 5]
+    assert shapes.SUITES["all_reduce"] == {"all_reduce": shapes.ALL_REDUCE}
     every = [shape for suite in shapes.SUITES["all"].values() for shape in suite]
     assert len(set(every)) == len(every)
     assert {shape.m for shape in shapes.TP8} == {1024, 2048, 4096, 8192, 16384}
@@ -247,6 +248,8 @@ def test_layouts():
 
 def test_ten_shapes():
     by_time = [shape.link_ms(2) for shape in shapes.TEN]
+    # An all-reduce of the same product moves every byte of a reduce-scatter twice.
+    assert [shape.link_ms(2) for shape in shapes.ALL_REDUCE] == pytest.approx([2 * ms for ms in by_time[:5]])
     # The design's own numbers for two GPUs.
     wanted = [0.174, 0.087, 0.523, 0.174, 0.044, 0.152, 0.044, 0.523, 0.044, 0.038]
     assert by_time == pytest.approx(wanted, abs=6e-4)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from benchmarks import chains, rounds
 from benchmarks.chains import AXIS
 from benchmarks.peers import Job
-from benchmarks.shapes import ALL_GATHER, Shape
+from benchmarks.shapes import ALL_GATHER, ALL_REDUCE_OP, Shape
 
 
 def mesh_of(job: Job) -> Mesh:
@@ -30,6 +30,8 @@ def versions(*packages: str) -> dict[str, str]:
 def plain_xla(shape: Shape) -> chains.Call:
     if shape.op == ALL_GATHER:
         return lambda x, w: lax.all_gather(x, AXIS, axis=0, tiled=True) @ w
+    if shape.op == ALL_REDUCE_OP:
+        return lambda x, w: lax.psum(x @ w, AXIS)
     return lambda x, w: lax.psum_scatter(x @ w, AXIS, scatter_dimension=0, tiled=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import rounds
 from benchmarks.peers import Job, Results
-from benchmarks.shapes import ALL_GATHER, Shape
+from benchmarks.shapes import ALL_GATHER, ALL_REDUCE_OP, Shape
 
 # Both sum bfloat16 partial sums, and may round to bfloat16 after every addition.
 _TOLERANCE = 2e-2
@@ -132,6 +132,13 @@ class Rank:
             def fused(call: int) -> Any:
                 return torch.ops.symm_mem.fused_matmul_reduce_scatter(xs[call], ws[call], "sum", 0, group)
 
+        if shape.op == ALL_REDUCE_OP:  # symm_mem has no fused one
+
+            def reduced(call: int) -> Any:
+                dist.all_reduce(gemm(call))
+                return whole
+
+            return {SEQUENTIAL: reduced, "gemm": gemm}
         return {FUSED: fused, SEQUENTIAL: sequential, "gemm": gemm}
 
     def _sampler(self, variant: Callable[[int], Any]) -> rounds.Sampler:
@@ -163,6 +170,8 @@ class Rank:
         variants = self._variants(shape)
         errors = {SEQUENTIAL: 0.0}
         try:
+            if FUSED not in variants:
+                raise NotImplementedError("there is no fused all-reduce")
             want = variants[SEQUENTIAL](0).float().clone()
             got = variants[FUSED](0).float()
             error = self._slowest([float((got - want).norm() / want.norm())])[0]
@@ -172,7 +181,7 @@ class Rank:
             errors[FUSED] = error
         except Exception as error:  # on all ranks alike; a peer's fault is a note
             notes.append(f"{shape}: {FUSED}: {type(error).__name__}: {error}"[:500])
-            del variants[FUSED]
+            variants.pop(FUSED, None)
         samplers = {name: self._sampler(variant) for name, variant in variants.items()}
         repeats: dict[str, int] = {}
         for name, sampler in samplers.items():
