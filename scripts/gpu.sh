@@ -107,7 +107,7 @@ fi
 
 if wants teams; then
   echo "== teams"
-  run teams 120 "$work/cmake/teams_test"
+  run teams 180 "$work/cmake/teams_test"
   grep -v ': ok$' "$out/teams.log" | tail -n 30 | cut -c1-600
   summary+=("       $(grep -E '^[0-9]+ passed, ' "$out/teams.log" | tail -n 1)")
 fi

@@ -75,6 +75,29 @@ def test_few_rows_are_left_to_xla(op):
     assert choose(op, size=2, m=32, n=4096, k=8192, strategy="fused").strategy == "fused"
 
 
+# m, n, k of one rank and XLA's time in milliseconds, on two H200s.
+ALL_REDUCE_ON_XLA = [
+    (8192, 8192, 3584, 1.143),
+    (4096, 8192, 2048, 0.475),
+    (16384, 12288, 6144, 4.618),
+    (8192, 8192, 1024, 0.707),
+    (2048, 8192, 3584, 0.350),
+]
+
+
+def test_all_reduce_predictions():
+    for m, n, k, ms in ALL_REDUCE_ON_XLA:
+        choice = choose("matmul_all_reduce", size=2, m=m, n=n, k=k)
+        assert choice.strategy == "fused", choice
+        xla_us = float(choice.reason.split()[-4])
+        assert 0.85 * ms < xla_us * 1e-3 < 1.15 * ms
+        # Twice the bytes: what is bound by the link is so sooner, and pushes.
+        assert choice.plan.transport == ("push" if k <= 2048 else "pull")
+    for rows in (1, 8, 63, 64, 128):  # a decoder's few rows are XLA's, and an odd number of them is no obstacle
+        assert choose("matmul_all_reduce", size=2, m=rows, n=8192, k=3584).strategy == "xla"
+        assert choose("matmul_all_reduce", "fused", size=2, m=rows, n=8192, k=3584).strategy == "fused"
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_fused(op):
     for options in ({}, {"result": jnp.float32}, {"n": 8, "k": 8, "m": 4}, {"size": 2}, {"strategy": "fused"}):

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import entwine_jax
 
-ALL_GATHER, REDUCE_SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-OPS = (ALL_GATHER, REDUCE_SCATTER)
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+OPS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 AXIS = "t"
 
 # Integers up to here are bfloat16 numbers.
@@ -30,20 +30,25 @@ EXACT = 256
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """n and k are those of one rank's GEMM, as in the benchmark; batch is x's leading dimensions."""
+    """n and k are those of one rank's GEMM, as in the benchmark; batch is x's leading dimensions.
+
+    There are `m_shard` rows a rank, in all `odd` fewer, which is for all-reduce, whose ranks don't share them.
+    """
 
     op: str
     m_shard: int
     n: int
     k: int
     batch: tuple[int, ...] = ()
+    odd: int = 0
 
     def __str__(self) -> str:
         batch = f" batch={self.batch}" if self.batch else ""
-        return f"{self.op} m_shard={self.m_shard} n={self.n} k={self.k}{batch}"
+        odd = f" odd={self.odd}" if self.odd else ""
+        return f"{self.op} m_shard={self.m_shard} n={self.n} k={self.k}{batch}{odd}"
 
     def x_shape(self, ranks: int) -> tuple[int, ...]:
-        return (*self.batch, ranks * self.m_shard, self.k * (1 if self.op == ALL_GATHER else ranks))
+        return (*self.batch, ranks * self.m_shard - self.odd, self.k * (1 if self.op == ALL_GATHER else ranks))
 
     def w_shape(self, ranks: int) -> tuple[int, int]:
         return (self.k, ranks * self.n) if self.op == ALL_GATHER else (ranks * self.k, self.n)
@@ -54,8 +59,10 @@ class Case:
     def specs(self, axis: Hashable) -> tuple[P, P, P]:
         """Of x, w and y."""
         none = (None,) * len(self.batch)
-        rows, columns = P(*none, axis, None), P(*none, None, axis)
-        return (rows, P(None, axis), columns) if self.op == ALL_GATHER else (columns, P(axis, None), rows)
+        rows, columns, whole = P(*none, axis, None), P(*none, None, axis), P(*none, None, None)
+        if self.op == ALL_GATHER:
+            return rows, P(None, axis), columns
+        return columns, P(axis, None), rows if self.op == REDUCE_SCATTER else whole
 
 
 def mesh_of(devices: list[jax.Device] | None = None) -> Mesh:
@@ -160,6 +167,8 @@ def reference(case: Case, mesh: Mesh, axis: Hashable = AXIS) -> Callable[..., tu
         largest = lax.pmax(jnp.abs(y).max(), axis)
         if case.op == REDUCE_SCATTER:
             y = lax.psum_scatter(y, axis, scatter_dimension=y.ndim - 2, tiled=True)
+        elif case.op == ALL_REDUCE:
+            y = lax.psum(y, axis)
         return y, largest
 
     x, w, y = case.specs(axis)
@@ -203,7 +212,7 @@ def count_different(got: jax.Array, want: jax.Array) -> jax.Array:
 
 
 def assert_shards_equal(case: Case, got: jax.Array, want: np.ndarray) -> None:
-    """Compares what this process addresses; for several processes."""
+    """Compares what this process addresses: for several processes, and for results that every rank has."""
     for shard in got.addressable_shards:
         message = mismatches(case, np.asarray(shard.data), want[shard.index])
         assert not message, f"device {shard.device.id}: {message}"

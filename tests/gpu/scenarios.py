@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness import (
     ALL_GATHER,
+    ALL_REDUCE,
     AXIS,
     OPS,
     REDUCE_SCATTER,
@@ -38,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # Several tiles each way, with tails.
-RAGGED = {op: Case(op, 392, 1032, 520) for op in OPS}
+RAGGED = {op: Case(op, 392, 1032, 520, odd=1 if op == ALL_REDUCE else 0) for op in OPS}
 
 
 def check_exact(case: Case, mesh: Mesh, seed: int) -> None:
@@ -129,10 +130,14 @@ def chained(programs: int = 20) -> None:
 
 
 def interleaved(turns: int = 30) -> None:
-    """Two executables by turns, dispatched without waiting: one team, one sequence of epochs."""
+    """Three executables by turns, dispatched without waiting: one team, one sequence of epochs."""
     mesh = mesh_of()
     ranks = team_size(mesh)
-    cases = (Case(ALL_GATHER, 264, 520, 264), Case(REDUCE_SCATTER, 136, 776, 392))
+    cases = (
+        Case(ALL_GATHER, 264, 520, 264),
+        Case(REDUCE_SCATTER, 136, 776, 392),
+        Case(ALL_REDUCE, 200, 648, 328, odd=1),
+    )
     inputs, wants = {}, {}
     for case in cases:
         x_spec, w_spec, _ = case.specs(AXIS)
@@ -169,7 +174,7 @@ def independent() -> None:
 
 
 def growing() -> None:
-    """Both ops on shapes that outgrow the arena several times, older executables called again after each growth."""
+    """All ops on shapes that outgrow the arena several times, older executables called again after each growth."""
     mesh = mesh_of()
     cases = [Case(op, m_shard, 1032, 1032) for m_shard in (8, 700, 2056, 6000) for op in OPS]
     for i, case in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Both ops on small integers: every element is the float64 product's, to the bit."""
+"""All ops on small integers: every element is the float64 product's, to the bit."""
 
 import itertools
 
@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from harness import (
     ALL_GATHER,
+    ALL_REDUCE,
     AXIS,
     OPS,
     Case,
     assert_close,
     assert_equal,
+    assert_shards_equal,
     count_different,
     exact_product,
     gaussians,
@@ -27,6 +29,7 @@ from harness import (
     team_size,
 )
 
+from benchmarks.shapes import ALL_REDUCE as ALL_REDUCE_SHAPES
 from benchmarks.shapes import TEN, Shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
@@ -41,7 +44,7 @@ def check(case, seed=0, dtype=jnp.bfloat16):
     poison(case, mesh, dtype=dtype)
     y = program(case, mesh, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
     assert y.dtype == dtype
-    assert_equal(case, y, exact_product(case, ranks, x, w))
+    assert_shards_equal(case, y, exact_product(case, ranks, x, w))
 
 
 RAGGED = list(itertools.product((1, 100, 129), (8, 136, 4104), (8, 72, 4104)))
@@ -51,6 +54,28 @@ RAGGED = list(itertools.product((1, 100, 129), (8, 136, 4104), (8, 72, 4104)))
 @pytest.mark.parametrize("m_shard, n, k", RAGGED)
 def test_ragged(op, m_shard, n, k):
     check(Case(op, m_shard, n, k))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "m_shard, batch, n, k",
+    [(1, (), 8, 8), (33, (), 264, 72), (65, (3,), 136, 136), (129, (), 776, 520), (700, (2,), 520, 264)],
+)
+def test_all_reduce_of_rows_that_ranks_cannot_share(m_shard, batch, n, k, dtype):
+    check(Case(ALL_REDUCE, m_shard, n, k, batch, odd=1), dtype=dtype)
+
+
+def test_all_reduce_is_the_same_on_every_rank():
+    """To the bit, on numbers whose sums are rounded."""
+    case, mesh = Case(ALL_REDUCE, 300, 1032, 1032, odd=1), mesh_of()
+    x_spec, w_spec, _ = case.specs(AXIS)
+    x, w = gaussians(case, team_size(mesh), 1)
+    first, *others = (
+        np.asarray(shard.data).view(np.uint16)
+        for shard in program(case, mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec)).addressable_shards
+    )
+    for other in others:
+        np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -116,6 +141,6 @@ def check_large(shape: Shape):
     assert float(off) <= bound + 1e-3, f"{case}: an element is off by {float(off):.3f} more than its rounding"
 
 
-@pytest.mark.parametrize("shape", TEN, ids=str)
-def test_ten_shapes(shape):
+@pytest.mark.parametrize("shape", [*TEN, *ALL_REDUCE_SHAPES], ids=str)
+def test_benchmark_shapes(shape):
     check_large(shape)

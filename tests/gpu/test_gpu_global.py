@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import AXIS, OPS, mesh_of, team_size
+from harness import ALL_GATHER, ALL_REDUCE, AXIS, REDUCE_SCATTER, mesh_of, team_size
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -63,11 +63,46 @@ def test_mlp(mode):
         results[strategy] = jax.tree.map(lambda v: np.asarray(v, np.float64), (jax.jit(f)(*args), gradient(*args)))
         if strategy == "fused":
             text = jax.jit(f).lower(*args).compile().as_text()
-            assert all(f"entwine_{op}" in text for op in OPS)
+            assert all(f"entwine_{op}" in text for op in (ALL_GATHER, REDUCE_SCATTER))
             assert not [name for name in COLLECTIVES if f"{name}(" in text or f"{name}-start(" in text]
             found = entwine_jax.explain(f, *args)
-            assert [m.op for m in found] == list(OPS) and all(m.strategy == "fused" for m in found)
+            assert [m.op for m in found] == [ALL_GATHER, REDUCE_SCATTER] and all(m.strategy == "fused" for m in found)
     for got, wanted in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "manual"])
+def test_all_reduce(mode):
+    """Rows that nobody shares: our kernel forward, and backward nothing that moves along the team's axis."""
+    mesh = mesh_for(mode)
+    ranks, rng = team_size(mesh), np.random.default_rng(1)
+    specs = P(None, None, AXIS), P(AXIS, None), P()
+    shapes = (BATCH, 333, ranks * HIDDEN), (ranks * HIDDEN, WIDTH)
+    args = [
+        jax.device_put(rng.standard_normal(shape).astype(jnp.bfloat16) / 16, NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=False)
+    ]
+
+    def of(strategy):
+        inside = {"axis_name": AXIS, "out_sharding": P()} if mode == "manual" else {}
+
+        def f(x, w):
+            return entwine_jax.collective_matmul(x, w, strategy=strategy, **inside)
+
+        f = jax.shard_map(f, mesh=mesh, in_specs=specs[:2], out_specs=specs[2]) if inside else f
+
+        def loss(x, w):
+            y = f(x, w)
+            return jnp.mean(jnp.square(y.astype(jnp.float32))), y
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+
+    text = of("fused").lower(*args).compile().as_text()
+    assert f"entwine_{ALL_REDUCE}" in text
+    assert not [name for name in COLLECTIVES if f"{name}(" in text or f"{name}-start(" in text]
+    ours, theirs = (jax.tree.leaves(of(strategy)(*args)) for strategy in ("fused", "xla"))
+    for got, wanted in zip(ours, theirs, strict=True):
+        got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
         assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
 
 

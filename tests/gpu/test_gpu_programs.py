@@ -5,7 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scenarios
-from harness import AXIS, OPS, Case, assert_equal, exact_product, integers, mesh_of, per_shard, poison, put, team_size
+from harness import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    AXIS,
+    OPS,
+    REDUCE_SCATTER,
+    Case,
+    assert_equal,
+    exact_product,
+    integers,
+    mesh_of,
+    per_shard,
+    poison,
+    put,
+    team_size,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
@@ -55,7 +70,7 @@ def test_donated_carry(op):
     """A result that is written where a donated argument lay, which the call itself reads."""
     mesh = mesh_of()
     ranks = team_size(mesh)
-    case = Case(op, 136, 256 * (ranks if op == OPS[1] else 1), 256)
+    case = Case(op, 136, 256 * (ranks if op == REDUCE_SCATTER else 1), 256)
     x_spec, w_spec, y_spec = case.specs(AXIS)
     call = per_shard(case)
 
@@ -72,8 +87,8 @@ def test_donated_carry(op):
     for _ in range(4):
         y = run(*on_mesh, y)
         # y.max() is a rank's own.
-        slices = np.split(want, ranks, axis=-1 if op == OPS[0] else -2)
-        parts = np.split(x.astype(np.float64), ranks, axis=-2 if op == OPS[0] else -1)
+        slices = [want] * ranks if op == ALL_REDUCE else np.split(want, ranks, axis=-1 if op == ALL_GATHER else -2)
+        parts = np.split(x.astype(np.float64), ranks, axis=-2 if op == ALL_GATHER else -1)
         moved = [np.sign(part + piece.max()) for part, piece in zip(parts, slices, strict=True)]
-        want = exact_product(case, ranks, np.concatenate(moved, axis=-2 if op == OPS[0] else -1), w)
+        want = exact_product(case, ranks, np.concatenate(moved, axis=-2 if op == ALL_GATHER else -1), w)
     assert_equal(case, y, want)

@@ -25,7 +25,7 @@ constexpr uint32_t kSpareMultiprocessors = 4;
 
 std::string to_string(Variant const& v) {
   bool gather = v.op == Op::kAllGatherMatmul;
-  std::string text = gather ? "all_gather_matmul" : "matmul_reduce_scatter";
+  std::string text = schedule::op_name(v.op);
   if (!gather) text += v.transport == Transport::kPull ? " pull" : " push";
   text += v.float_out ? " to float32" : " to bfloat16";
   if (v.transposed_w) text += ", w transposed";
@@ -40,7 +40,8 @@ schedule::Geometry tiled(schedule::Geometry geometry, Variant const& variant) {
 }
 
 std::string to_string(schedule::Geometry const& g) {
-  return "batch " + std::to_string(g.batch) + ", m_shard " + std::to_string(g.m_shard) + ", n " + std::to_string(g.n) + ", k " +
+  return "batch " + std::to_string(g.batch) + ", m_shard " + std::to_string(g.m_shard) +
+         (g.missing != 0 ? " (" + std::to_string(g.missing) + " missing)" : "") + ", n " + std::to_string(g.n) + ", k " +
          std::to_string(g.k);
 }
 
@@ -222,7 +223,7 @@ void EmulatedTeam::describe() const {
 }
 
 schedule::ArenaDemand demand_of(Op op, schedule::Geometry const& geometry, bool float_out) {
-  return schedule::arena_demand(op, geometry, schedule::kSm90Parts, op == Op::kMatmulReduceScatter && float_out ? 4 : 2);
+  return schedule::arena_demand(op, geometry, schedule::kSm90Parts, op != Op::kAllGatherMatmul && float_out ? 4 : 2);
 }
 
 }  // namespace teams

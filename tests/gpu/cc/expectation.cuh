@@ -34,9 +34,11 @@ struct Question {
 };
 
 ENTWINE_HOST_DEVICE uint32_t y_elements(Op op, Geometry const& g) {
+  if (op == Op::kMatmulAllReduce) return g.all_rows() * g.n;
   return g.batch * g.m_shard * g.n * (op == Op::kAllGatherMatmul ? g.ranks : 1);
 }
 ENTWINE_HOST_DEVICE uint32_t x_elements(Op op, Geometry const& g) {
+  if (op == Op::kMatmulAllReduce) return g.all_rows() * g.k;
   return g.batch * g.m_shard * g.k * (op == Op::kAllGatherMatmul ? 1 : g.ranks);
 }
 
@@ -62,9 +64,10 @@ ENTWINE_HOST_DEVICE float expected(Question const& q, uint32_t index) {
   if (q.op == Op::kAllGatherMatmul) {  // y's chunks: (batch, owner)
     uint32_t batch = chunk / g.ranks, owner = chunk - batch * g.ranks;
     sum = product(q, owner, batch * g.m_shard + in_chunk, q.rank, col);
-  } else {  // y has one chunk a batch, x has (batch, owner)
+  } else {  // y has one chunk a batch, x has (batch, owner); of an all-reduce both have all rows
+    bool scatter = q.op == Op::kMatmulReduceScatter;
     for (uint32_t r = 0; r < g.ranks; ++r) {
-      int partial = product(q, r, (chunk * g.ranks + q.rank) * g.m_shard + in_chunk, r, col);
+      int partial = product(q, r, scatter ? (chunk * g.ranks + q.rank) * g.m_shard + in_chunk : row, r, col);
       if (partial > kExact || partial < -kExact) return kNoExpectation;
       sum += partial;
     }

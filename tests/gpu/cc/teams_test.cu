@@ -3,7 +3,7 @@
 //   teams_test [RANKS ...]      teams of these sizes, by default all
 //
 // Exact: every shape, op, transport, layout and type against a naive expectation, with staging and y poisoned before each call.
-// Stress: many calls back to back on one arena, of both ops and two shapes, with ranks delayed at random, with few clusters
+// Stress: many calls back to back on one arena, of all ops and two shapes, with ranks delayed at random, with few clusters
 // (the progress rule) and with epochs that wrap around.
 //
 // Exit status: 0 all passed, 1 something failed, 2 no GPU that can run this, 3 a hang.
@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -32,6 +33,16 @@ uint32_t blocks_for(uint32_t count) { return schedule::smaller(schedule::ceil_di
 
 Geometry geometry_of(uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k) {
   return {ranks, batch, m_shard, n, k, schedule::kSm90Tiles[0].m, schedule::kSm90Tiles[0].n};
+}
+
+constexpr Op kOps[] = {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce};
+
+// A shape as an op has it. An all-reduce has about as many rows as the other ops' larger side, which no team can share evenly.
+Geometry geometry_for(Op op, Geometry const& g) {
+  if (op != Op::kMatmulAllReduce) return g;
+  uint32_t rows = g.batch * g.m_shard * g.ranks - (g.ranks - 1);
+  return schedule::all_reduce_geometry(g.ranks, rows, g.n, g.k, g.tile_m, g.tile_n,
+                                       schedule::chunk_unit(schedule::Target::kSm90));
 }
 
 struct Guarded {
@@ -94,8 +105,13 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
 
 constexpr uint32_t kLeads[] = {0, 3, 58, 1u << 20};  // 0: the schedule raises it; 1 << 20: all remote tiles first
 constexpr uint32_t kPushers[] = {1, 24};
-constexpr char const* kFamilies[] = {"all_gather_matmul", "matmul_reduce_scatter pull", "matmul_reduce_scatter push"};
-uint32_t family_of(Variant const& v) { return v.op == Op::kAllGatherMatmul ? 0 : v.transport == Transport::kPull ? 1 : 2; }
+constexpr char const* kFamilies[] = {"all_gather_matmul", "matmul_reduce_scatter pull", "matmul_reduce_scatter push",
+                                     "matmul_all_reduce pull", "matmul_all_reduce push"};
+constexpr uint32_t kFamilyCount = std::size(kFamilies);
+uint32_t family_of(Variant const& v) {
+  if (v.op == Op::kAllGatherMatmul) return 0;
+  return (v.op == Op::kMatmulReduceScatter ? 1 : 3) + (v.transport == Transport::kPush);
+}
 
 std::vector<Variant> exact_variants() {
   std::vector<Variant> variants;
@@ -104,18 +120,21 @@ std::vector<Variant> exact_variants() {
       for (schedule::TileShape tile : schedule::kSm90Tiles) {
         for (uint32_t pushers : kPushers)
           variants.push_back({Op::kAllGatherMatmul, Transport::kPull, transposed_w, float_out, kLeads[2], pushers, tile});
-        variants.push_back({Op::kMatmulReduceScatter, Transport::kPull, transposed_w, float_out, kLeads[0], 1, tile});
-        variants.push_back({Op::kMatmulReduceScatter, Transport::kPull, transposed_w, float_out, kLeads[3], 1, tile});
-        for (uint32_t pushers : kPushers)
-          variants.push_back(
-              {Op::kMatmulReduceScatter, Transport::kPush, transposed_w, float_out, kLeads[pushers % 4], pushers, tile});
+        for (Op op : {Op::kMatmulReduceScatter, Op::kMatmulAllReduce}) {
+          // How w lies is nothing to what an all-reduce adds: each type with one way will do.
+          if (op == Op::kMatmulAllReduce && transposed_w != float_out) continue;
+          variants.push_back({op, Transport::kPull, transposed_w, float_out, kLeads[0], 1, tile});
+          variants.push_back({op, Transport::kPull, transposed_w, float_out, kLeads[3], 1, tile});
+          for (uint32_t pushers : kPushers)
+            variants.push_back({op, Transport::kPush, transposed_w, float_out, kLeads[pushers % 4], pushers, tile});
+        }
       }
   return variants;
 }
 
 struct ExactBuffers {
-  bf16 *x, *w[2];  // w by whether it is transposed; all_gather_matmul's x is the front of the other op's
-  float* want[2];  // by op
+  bf16 *x, *w[2];  // w by whether it is transposed; the other ops' x is the front of matmul_reduce_scatter's
+  float* want[3];  // by op
   Guarded y;       // room for any variant's
   Verdict* verdicts;
 };
@@ -124,8 +143,8 @@ void exact(EmulatedTeam& team) {
   std::string team_name = "team of " + std::to_string(team.size()) + ", exact ";
   std::vector<Variant> variants = exact_variants();
   std::vector<Verdict> verdicts(variants.size());
-  std::string faults[3];
-  uint32_t calls[3] = {}, seed = 1;
+  std::string faults[kFamilyCount];
+  uint32_t calls[kFamilyCount] = {}, seed = 1;
   team.start_epochs(0);
   for (Geometry const& g : exact_shapes(team.size())) {
     Progress::at(team_name + to_string(g) + ": operands and expectations");
@@ -139,8 +158,9 @@ void exact(EmulatedTeam& team) {
       b.x = reinterpret_cast<bf16*>(pool.take(uint64_t{x_count} * 2));
       for (bf16*& w : b.w) w = reinterpret_cast<bf16*>(pool.take(uint64_t{w_count} * 2));
       b.y = take_y(pool, Op::kAllGatherMatmul, g, true);
-      for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
-        b.want[static_cast<uint32_t>(op)] = reinterpret_cast<float*>(pool.take(uint64_t{y_elements(op, g)} * 4));
+      for (Op op : kOps)
+        b.want[static_cast<uint32_t>(op)] =
+            reinterpret_cast<float*>(pool.take(uint64_t{y_elements(op, geometry_for(op, g))} * 4));
       b.verdicts = reinterpret_cast<Verdict*>(pool.take(variants.size() * sizeof(Verdict)));
       // What lies around the operands is poison.
       CHECK_CUDA(cudaMemsetAsync(pool.base(), kPoison, pool.used(), rank.stream));
@@ -149,27 +169,30 @@ void exact(EmulatedTeam& team) {
       for (bool transposed : {false, true})
         fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w[transposed], g.n, g.k, transposed,
                                                                   w_seed(seed, rank.number));
-      for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
-        fill_expected<<<blocks_for(y_elements(op, g)), kThreads, 0, rank.stream>>>(b.want[static_cast<uint32_t>(op)],
-                                                                                   {op, g, seed, rank.number});
+      for (Op op : kOps) {
+        Geometry shape = geometry_for(op, g);
+        fill_expected<<<blocks_for(y_elements(op, shape)), kThreads, 0, rank.stream>>>(b.want[static_cast<uint32_t>(op)],
+                                                                                       {op, shape, seed, rank.number});
+      }
       CHECK_CUDA(cudaGetLastError());
     });
 
     for (size_t i = 0; i < variants.size(); ++i) {
       Variant const& v = variants[i];
-      Progress::at(team_name + to_string(v) + ", " + to_string(g));
+      Geometry shape = geometry_for(v.op, g);
+      Progress::at(team_name + to_string(v) + ", " + to_string(shape));
       ++calls[family_of(v)];
       team.each([&](Rank& rank) {
         CHECK_CUDA(cudaMemsetAsync(all[rank.number].y.begin, kPoison, all[rank.number].y.bytes, rank.stream));
       });
-      team.poison_staging(demand_of(v.op, tiled(g, v), v.float_out));
+      team.poison_staging(demand_of(v.op, tiled(shape, v), v.float_out));
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
-        team.launch(rank, g, v, b.x, b.w[v.transposed_w], b.y.y());
+        team.launch(rank, shape, v, b.x, b.w[v.transposed_w], b.y.y());
       });
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
-        enqueue_compare(rank, b.y, b.want[static_cast<uint32_t>(v.op)], v.op, g, v.float_out, &b.verdicts[i]);
+        enqueue_compare(rank, b.y, b.want[static_cast<uint32_t>(v.op)], v.op, shape, v.float_out, &b.verdicts[i]);
       });
       team.finish();
     }
@@ -179,11 +202,12 @@ void exact(EmulatedTeam& team) {
       CHECK_CUDA(cudaStreamSynchronize(rank.stream));
       for (size_t i = 0; i < variants.size(); ++i) {
         std::string& fault = faults[family_of(variants[i])];
-        if (fault.empty()) fault = fault_of(verdicts[i], rank.number, g, variants[i]);
+        if (fault.empty()) fault = fault_of(verdicts[i], rank.number, geometry_for(variants[i].op, g), variants[i]);
       }
     });
   }
-  for (uint32_t i = 0; i < 3; ++i) report(team_name + kFamilies[i] + ", " + std::to_string(calls[i]) + " calls", faults[i]);
+  for (uint32_t i = 0; i < kFamilyCount; ++i)
+    report(team_name + kFamilies[i] + ", " + std::to_string(calls[i]) + " calls", faults[i]);
   report(team_name + "state of the arenas", team.arena_fault());
 }
 
@@ -230,9 +254,11 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
   std::vector<StressCall> calls(kStressCalls);
   for (uint32_t i = 0; i < kStressCalls; ++i) {
     StressCall& call = calls[i];
-    // In twelve calls, either half of the staging sees each op with each shape, and each op after each.
-    call.geometry = shapes[i % 3 % 2];
-    call.variant = {(i + 1) / 2 % 2 == 0 ? Op::kAllGatherMatmul : Op::kMatmulReduceScatter,
+    // In 18 calls, either half of the staging sees each op with each shape, and each op comes after each.
+    constexpr uint32_t kTurns[] = {0, 0, 1, 1, 2, 2, 0, 2, 1};
+    Op op = kOps[kTurns[i % std::size(kTurns)]];
+    call.geometry = geometry_for(op, shapes[i % 4 / 2]);
+    call.variant = {op,
                     below(2) == 0 ? Transport::kPull : Transport::kPush,
                     below(2) == 0,
                     below(2) == 0,
@@ -322,11 +348,11 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
   std::vector<Geometry> shapes = exact_shapes(ranks);
   for (Geometry const& g : stress_shapes(ranks)) shapes.push_back(g);
   for (Geometry const& g : shapes)
-    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+    for (Op op : kOps)
       for (schedule::TileShape tile : schedule::kSm90Tiles) {
         Variant variant{};
         variant.tile = tile;
-        schedule::ArenaDemand demand = demand_of(op, tiled(g, variant), true);
+        schedule::ArenaDemand demand = demand_of(op, tiled(geometry_for(op, g), variant), true);
         layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
         if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
       }
