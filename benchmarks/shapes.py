@@ -62,7 +62,7 @@ def _mlp(model: int, hidden: int, rows: tuple[int, ...], ways: int = 8) -> Itera
         yield Shape(REDUCE_SCATTER, m, model, hidden // ways)
 
 
-# Two m for each model, so that 24 rows cover the models, both ops and every m from 1024 to 16384.
+# Two m for each model, so that 24 rows cover the models, their two ops and every m from 1024 to 16384.
 TP8: tuple[Shape, ...] = (
     *_mlp(12288, 49152, (2048, 8192)),  # GPT-3 175B
     *_mlp(4096, 14336, (4096, 16384)),  # Llama-3 8B

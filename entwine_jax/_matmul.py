@@ -40,7 +40,7 @@ def collective_matmul(
     ==========  ==========  ==============  ============================================
     m over t    n over t    n over t        `all_gather_matmul`
     k over t    k over t    m over t        `matmul_reduce_scatter`
-    k over t    k over t    not over t      a dot and a psum, XLA's own
+    k over t    k over t    not over t      `matmul_all_reduce`
     otherwise                               a plain dot, left to XLA
     ==========  ==========  ==============  ============================================
 
@@ -54,9 +54,9 @@ def collective_matmul(
       Otherwise it is an all-reduce.
     * on meshes of explicit axes (``jax.make_mesh``'s default): from the types of x and w, and ``out_sharding``.
     * inside ``jax.shard_map``, where JAX doesn't know them: from ``axis_name`` and ``out_sharding``, a
-      `PartitionSpec` of y over that axis: columns mean `all_gather_matmul`, rows `matmul_reduce_scatter`, neither a
-      psum. If the axis is manual there, x and w are one rank's shards; if it is automatic (``shard_map``'s
-      ``axis_names`` holds others only), they are whole along it. Explicit axes are known there too.
+      `PartitionSpec` of y over that axis: columns mean `all_gather_matmul`, rows `matmul_reduce_scatter`, neither
+      `matmul_all_reduce`. If the axis is manual there, x and w are one rank's shards; if it is automatic
+      (``shard_map``'s ``axis_names`` holds others only), they are whole along it. Explicit axes are known there too.
 
     Args:
       x: leading dimensions, rows, contraction.

@@ -1,4 +1,4 @@
-"""A quick look at both fused ops on this machine's GPUs, small shapes first, before the tests: what works, where not.
+"""A quick look at all fused ops on this machine's GPUs, small shapes first, before the tests: what works, where not.
 
 Every line names its case before the call, so that a hang shows which one hangs.
 """

@@ -1,6 +1,6 @@
 """Checks an installed wheel: run it from anywhere with the Python that the wheel is installed in.
 
-It imports entwine_jax (not the source tree's), looks at what is registered, and runs both collective matmuls through
+It imports entwine_jax (not the source tree's), looks at what is registered, and runs all collective matmuls through
 their custom calls on 4 virtual CPU devices. `--cuda` demands that the wheel holds the CUDA handlers too. No GPU needed.
 """
 
@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 RANKS = 4
-TARGETS = {"entwine_all_gather_matmul", "entwine_matmul_reduce_scatter"}
+TARGETS = {"entwine_all_gather_matmul", "entwine_matmul_reduce_scatter", "entwine_matmul_all_reduce"}
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={RANKS}"
@@ -51,6 +51,7 @@ def check_matmuls() -> None:
     for op, x_spec, w_spec, y_spec in [
         (entwine_jax.all_gather_matmul, P("t", None), P(None, "t"), P(None, "t")),
         (entwine_jax.matmul_reduce_scatter, P(None, "t"), P("t", None), P("t", None)),
+        (entwine_jax.matmul_all_reduce, P(None, "t"), P("t", None), P()),
     ]:
         per_shard = functools.partial(op, axis_name="t", strategy="fused")
         y = jax.jit(jax.shard_map(per_shard, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec))(x, w)

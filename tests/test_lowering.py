@@ -11,7 +11,7 @@ from helpers import OPS, fused, mesh_of, spread
 import entwine_jax
 from entwine_jax import _strategy, _team
 
-# Either op over four ranks.
+# Any op over four ranks.
 ARGS = jax.ShapeDtypeStruct((2, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((32, 96), jnp.bfloat16)
 
 
