@@ -24,6 +24,8 @@ class Config:
         stores them).
       pushers: all-gather: how many workers (CPU) or clusters (GPU) push the own chunk beside the matmul; partial sums by
         push, on GPUs: how many tiles may be on the link at once.
+      few_rows: whether to use the GPU kernels for few rows, which take up to 128 of them: one reads w once for all rows
+        and keeps none waiting in a queue. The other settings above and tiles mean nothing to them.
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
       timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 300).
@@ -38,6 +40,7 @@ class Config:
     raster: int | None = None
     transport: str | None = None
     pushers: int | None = None
+    few_rows: bool | None = None
     tile_m: int | None = None
     tile_n: int | None = None
     workers: int | None = None
@@ -48,6 +51,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.transport is not None and self.transport not in TRANSPORTS:
             raise ValueError(f"entwine_jax.Config: transport={self.transport!r} must be one of {TRANSPORTS}")
+        if self.few_rows not in (None, True, False):
+            raise ValueError(f"entwine_jax.Config: few_rows={self.few_rows!r} must be True, False or None")
         for name in ("raster", "pushers", "tile_m", "tile_n", "workers"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1)
         for name in ("lead", "stall_us", "stall_seed"):

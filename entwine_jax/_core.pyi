@@ -9,6 +9,7 @@ class PlanDict(TypedDict):
     lead: int
     transport: int
     pushers: int
+    few_rows: bool
 
 def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
 def cuda_built() -> bool: ...
@@ -43,6 +44,7 @@ def arena_bytes(
     missing: int = 0,
     tile_m: int,
     tile_n: int,
+    few_rows: bool,
     element_bytes: int,
     parts: int,
 ) -> int: ...

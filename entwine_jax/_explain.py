@@ -170,12 +170,17 @@ def _dot(x: Any, w: Any, y: Any, transpose_w: bool, reason: str) -> CollectiveMa
     )
 
 
+def _plan(op: str, plan: Plan) -> str:
+    if plan.few_rows:
+        return "few rows"
+    rest = f"pushers {plan.pushers}" if op == "all_gather_matmul" else f"lead {plan.lead} {plan.transport}"
+    return f"{plan.tile_m}x{plan.tile_n} raster {plan.raster} {rest}"
+
+
 def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     plan = ""
     if m.plan is not None:
-        plan = f"{m.plan.tile_m}x{m.plan.tile_n} raster {m.plan.raster} "
-        sums = m.op != "all_gather_matmul"
-        plan += f"lead {m.plan.lead} {m.plan.transport}" if sums else f"pushers {m.plan.pushers}"
+        plan = _plan(m.op, m.plan)
     return (
         m.op,
         _array(m.dtype, m.x),

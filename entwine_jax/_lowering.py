@@ -70,6 +70,7 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
         "lead": plan.lead,
         "transport": TRANSPORTS.index(plan.transport),
         "pushers": plan.pushers,
+        "few_rows": int(plan.few_rows),
         "timeout_ms": settings.timeout_ms,
         "workers": settings.workers,
         "stall_us": settings.stall_us,

@@ -13,11 +13,12 @@ from . import _checks, _core
 from ._config import TRANSPORTS, Settings
 from ._team import Team
 
-# cc/schedule: kMaxRanks, kHostParts, kSm90Parts, kSm90Tiles; the row pitch that TMA needs.
+# cc/schedule: kMaxRanks, kHostParts, kSm90Parts, kSm90Tiles, kFewRowsMost; the row pitch that TMA needs.
 _MAX_RANKS = 8
 _PARTS = {"host": 1, "sm90": 4}
 _PITCH_BYTES = 16
 _SM90_TILES = ((256, 256), (256, 128), (128, 128))
+_FEW_ROWS = 128
 _TARGETS = {"cpu": "host", "cuda": "sm90"}
 # By how much fused must be predicted to win under "auto": about what the prediction is good to for few rows.
 _MARGIN = 1.05
@@ -46,6 +47,7 @@ class Plan:
     lead: int
     transport: str
     pushers: int
+    few_rows: bool  # sm90: the kernels for few rows, to which the numbers above mean nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,8 @@ def _cpu_obstacle(request: Request, x: jax.Array) -> str | None:
         return f"the host executor works within one process, not across the {jax.process_count()} of jax.distributed"
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"the host executor takes bfloat16, float16 and float32 operands, not {x.dtype}"
+    if request.settings.config.few_rows:
+        return "the host executor knows tiles only, not config's few_rows=True"
     if request.dtype not in (x.dtype, jnp.float32):
         return f"the host executor returns {x.dtype} or float32 here, not {request.dtype}"
     return None
@@ -155,7 +159,13 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     tile = (config.tile_m, config.tile_n)
     if tile not in ((None, None), *_SM90_TILES):
         return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_SM90_TILES}"
+    if config.few_rows and _rows(request, shape) > _FEW_ROWS:
+        return f"config's few_rows=True is for up to {_FEW_ROWS} rows, not {_rows(request, shape)}"
     return _peer_obstacle()
+
+
+def _rows(request: Request, shape: Sizes) -> int:
+    return request.team.size * shape.batch * shape.m_shard - shape.missing
 
 
 @functools.cache
@@ -179,6 +189,12 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
     def pick(override: int | None, planned: int) -> int:
         return planned if override is None else override
 
+    # Whoever sets a number of the tiles' schedule means tiles.
+    of_tiles = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
+    few_rows = made["few_rows"] and all(value is None for value in of_tiles)
+    if config.few_rows is not None:
+        few_rows = config.few_rows
+
     return Plan(
         target=target,
         tile_m=pick(config.tile_m, made["tile_m"]),
@@ -187,6 +203,7 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
         lead=pick(config.lead, made["lead"]),
         transport=config.transport or TRANSPORTS[made["transport"]],
         pushers=pick(config.pushers, made["pushers"]),
+        few_rows=few_rows,
     )
 
 
@@ -202,6 +219,7 @@ def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array) -> int
         **_geometry(request, x, w),
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
+        few_rows=plan.few_rows,
         element_bytes=(x.dtype if request.op == "all_gather_matmul" else request.dtype).itemsize,
         parts=_PARTS[plan.target],
     )

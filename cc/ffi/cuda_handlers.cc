@@ -9,6 +9,7 @@
 
 #include "ffi/problem.h"
 #include "kernel/sm90.h"
+#include "schedule/few_rows.h"
 #include "team/arena.h"
 #include "team/clique.h"
 #include "team/stuck.h"
@@ -80,7 +81,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ff
 
 schedule::ArenaDemand demand_of(sm90::Call const& call) {
   uint32_t element_bytes = call.op != Op::kAllGatherMatmul && call.float_out ? 4 : 2;
-  return schedule::arena_demand(call.op, call.geometry, schedule::kSm90Parts, element_bytes);
+  return schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, element_bytes);
 }
 
 ffi::ErrorOr<team::Team*> find_team(Op op, team::CliqueContext clique, CallAttributes const& attributes, int device) {

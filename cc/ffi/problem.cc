@@ -41,9 +41,10 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (x.element_type() != w.element_type()) return invalid(op, "x and w must have one dtype");
   for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
-  if (a.tile_m < 1 || a.tile_n < 1 || a.raster < 1 || a.lead < 0 || a.pushers < 1 || a.transport < 0 || a.transport > 1)
+  if (a.tile_m < 1 || a.tile_n < 1 || a.raster < 1 || a.lead < 0 || a.pushers < 1 || a.transport < 0 || a.transport > 1 ||
+      a.few_rows < 0 || a.few_rows > 1)
     return invalid(op, "the plan (tile_m ", a.tile_m, ", tile_n ", a.tile_n, ", raster ", a.raster, ", lead ", a.lead,
-                   ", transport ", a.transport, ", pushers ", a.pushers, ") is out of range");
+                   ", transport ", a.transport, ", pushers ", a.pushers, ", few_rows ", a.few_rows, ") is out of range");
   auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
   schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), u32(a.tile_m), u32(a.tile_n)};
   if (replicate)
@@ -51,8 +52,13 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   // Positions and words are 32-bit; leave room for the parts of a tile and the claims past the end of the queue.
   if (double(g.ranks) * g.batch * g.row_blocks() * g.cols() * schedule::kSm90Parts >= double(1u << 31))
     return invalid(op, "the product has more tiles than a 32-bit queue can number");
-  schedule::Plan plan{g.tile_m,      g.tile_n, u32(a.raster), u32(a.lead), static_cast<schedule::Transport>(a.transport),
-                      u32(a.pushers)};
+  schedule::Plan plan{g.tile_m,
+                      g.tile_n,
+                      u32(a.raster),
+                      u32(a.lead),
+                      static_cast<schedule::Transport>(a.transport),
+                      u32(a.pushers),
+                      static_cast<schedule::Form>(a.few_rows)};
   return Problem{op, g, plan, a.transpose_w != 0, x.element_type(), y.element_type()};
 }
 

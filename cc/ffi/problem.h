@@ -14,7 +14,7 @@ struct CallAttributes {
   int64_t team_size;
   int64_t transpose_w;  // w is stored (n, k)
   // The plan; see schedule/plan.h.
-  int64_t tile_m, tile_n, raster, lead, transport, pushers;
+  int64_t tile_m, tile_n, raster, lead, transport, pushers, few_rows;
   // Bound on any one wait, 0 for none.
   int64_t timeout_ms;
   // Host executor only: workers a rank; a random stall of up to stall_us before each claim and signal.
@@ -42,6 +42,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(entwine::CallAttributes, xla::ffi::StructM
                                       xla::ffi::StructMember<int64_t>("transpose_w"), xla::ffi::StructMember<int64_t>("tile_m"),
                                       xla::ffi::StructMember<int64_t>("tile_n"), xla::ffi::StructMember<int64_t>("raster"),
                                       xla::ffi::StructMember<int64_t>("lead"), xla::ffi::StructMember<int64_t>("transport"),
-                                      xla::ffi::StructMember<int64_t>("pushers"), xla::ffi::StructMember<int64_t>("timeout_ms"),
-                                      xla::ffi::StructMember<int64_t>("workers"), xla::ffi::StructMember<int64_t>("stall_us"),
+                                      xla::ffi::StructMember<int64_t>("pushers"), xla::ffi::StructMember<int64_t>("few_rows"),
+                                      xla::ffi::StructMember<int64_t>("timeout_ms"), xla::ffi::StructMember<int64_t>("workers"),
+                                      xla::ffi::StructMember<int64_t>("stall_us"),
                                       xla::ffi::StructMember<int64_t>("stall_seed"));

@@ -5,6 +5,7 @@
 #include "kernel/sm90/params.h"
 #include "kernel/sm90/shape.h"
 #include "kernel/tensor_map.h"
+#include "schedule/few_rows.h"
 
 namespace entwine::sm90 {
 namespace {
@@ -57,6 +58,9 @@ std::string unsupported(Call const& call) {
     return std::string("rows of ") + what + " are " + std::to_string(bytes) +
            " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
   };
+  if (call.plan.form == schedule::Form::kFewRows && !schedule::are_few_rows(call.op, g))
+    return "config few_rows: a call of more than " + std::to_string(schedule::kFewRowsMost) +
+           " rows isn't one of few; leave it unset";
   uint64_t out = call.float_out ? 4 : 2;
   if (g.k * uint64_t{2} % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * uint64_t{2});
   if (!call.transposed_w && g.n * uint64_t{2} % 16 != 0) return pitch("w", g.n * uint64_t{2});
@@ -79,11 +83,11 @@ cudaError_t load_kernels() {
             cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
             if (error != cudaSuccess) return error;
           }
-  return cudaSuccess;
+  return load_few_rows_kernels();
 }
 
 TraceShape trace_shape(Call const& call) {
-  if (call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
+  if (call.plan.form == schedule::Form::kFewRows || call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
   // A storer notes five things a tile, a pusher one a unit, a collector one a part of a tile; clusters share tiles almost
   // evenly, pushers units less so.
   uint32_t clusters = clusters_of(call), tiles = schedule::ceil_div(call.geometry.tiles(), clusters);
@@ -91,6 +95,7 @@ TraceShape trace_shape(Call const& call) {
 }
 
 cudaError_t launch(Call const& call, cudaStream_t stream) {
+  if (call.plan.form == schedule::Form::kFewRows) return launch_few_rows(call, stream);
   Geometry const& g = call.geometry;
   bool gather = call.op == Op::kAllGatherMatmul;
   Params p;

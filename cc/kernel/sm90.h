@@ -46,6 +46,10 @@ struct TraceShape {
 };
 TraceShape trace_shape(Call const& call);
 
+// The same two for plans of the form kFewRows; called by those above.
+cudaError_t load_few_rows_kernels();
+cudaError_t launch_few_rows(Call const& call, cudaStream_t stream);
+
 // One .cu file an op; picked by launch() and load_kernels().
 struct Variant {
   uint32_t tile_m, tile_n;
@@ -55,5 +59,8 @@ using Kernel = void (*)(struct Params);
 Kernel all_gather_matmul_kernel(Variant const& variant, int* shared_bytes);
 Kernel matmul_reduce_scatter_kernel(Variant const& variant, int* shared_bytes);
 Kernel matmul_all_reduce_kernel(Variant const& variant, int* shared_bytes);
+// All ops, with room for so many rows; of the variant, the tile doesn't matter.
+using FewRowsKernel = void (*)(struct FewRowsParams);
+FewRowsKernel few_rows_kernel(schedule::Op op, Variant const& variant, uint32_t rows, int* shared_bytes);
 
 }  // namespace entwine::sm90

@@ -2,8 +2,7 @@
 // (benchmarks/results): good to some ten percent, which is enough to pick a tile and to tell where fusing can't win.
 #pragma once
 
-#include "schedule/arena_layout.h"
-#include "schedule/plan.h"
+#include "schedule/few_rows.h"
 
 namespace entwine::schedule::cost {
 
@@ -15,6 +14,8 @@ constexpr double kCollectUs = 4;  // all-reduce: from the last finished tile's l
 constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 24, kNcclBytesPerUs = 0.205e6;
 // Per byte that a rank sends, NCCL's all-reduce is a bit faster than its halves.
 constexpr double kNcclAllReduceBytesPerUs = 0.24e6;
+
+constexpr double kFewRowsLaunchUs = 12, kFewRowsStreamBytesPerUs = 3.7e6, kFewRowsRowUs = 0.07;
 
 constexpr double larger(double a, double b) { return a < b ? b : a; }
 
@@ -43,6 +44,16 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
   }
   double stream_us = 2.0 * g.n * g.k / tile.stream;
   return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us);
+}
+
+// Few rows: w streams in once, faster the more CTAs there are; each row adds to the exchange within and between GPUs.
+constexpr double few_rows_us(Op op, Geometry const& g, double out_bytes) {
+  FewRows f = few_rows(op, g);
+  double sent =
+      (op == Op::kAllGatherMatmul ? double(f.chunk_rows) * g.k * 2 : double(f.rows) * g.n * out_bytes) * (g.ranks - 1);
+  double ctas = f.slices * (f.tiles < clusters_at_once(f.slices) ? f.tiles : clusters_at_once(f.slices));
+  double stream_us = 2.0 * g.n * g.k / (kFewRowsStreamBytesPerUs * (ctas < 112 ? ctas / 112 : 1));
+  return kFewRowsLaunchUs + stream_us + f.rows * kFewRowsRowUs + sent / kLinkBytesPerUs;
 }
 
 constexpr double xla_us(Op op, Geometry const& g, double out_bytes) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "schedule/cost.h"
+#include "schedule/few_rows.h"
 #include "schedule/plan.h"
 
 namespace entwine::schedule {
@@ -22,9 +23,15 @@ constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes) {
   return best;
 }
 
+// With the tile that is best among tiles.
+constexpr Form pick_form(Op op, Geometry const& g, uint32_t out_bytes) {
+  bool few = are_few_rows(op, g) && cost::few_rows_us(op, g, out_bytes) < cost::fused_us(op, g, out_bytes);
+  return few ? Form::kFewRows : Form::kTiles;
+}
+
 // `g`'s own tile is ignored.
 constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
-  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1};
+  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1, Form::kTiles};
   TileShape tile = pick_sm90_tile(op, g, out_bytes);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
@@ -42,7 +49,13 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
   uint32_t lead = g.tiles() <= 2 * kSm90Clusters ? kSm90Clusters : replicate ? 40 : push ? 44 : 58;
   // Measured: 24 clusters fill the link without holding up their own loads; 10 tiles are what is on its way over it.
   uint32_t pushers = gather ? 24 : 10;
-  return {tile.m, tile.n, raster, larger(lead, g.ranks - 1), push ? Transport::kPush : Transport::kPull, pushers};
+  return {tile.m,
+          tile.n,
+          raster,
+          larger(lead, g.ranks - 1),
+          push ? Transport::kPush : Transport::kPull,
+          pushers,
+          pick_form(op, g, out_bytes)};
 }
 
 // Predicted microseconds on sm_90 for bfloat16 operands, with the plan's tile and on XLA: what strategy "auto" decides by.
@@ -53,7 +66,8 @@ constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes) {
   TileShape tile = pick_sm90_tile(op, g, out_bytes);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
-  return {cost::fused_us(op, g, out_bytes), cost::xla_us(op, g, out_bytes)};
+  bool few = pick_form(op, g, out_bytes) == Form::kFewRows;
+  return {few ? cost::few_rows_us(op, g, out_bytes) : cost::fused_us(op, g, out_bytes), cost::xla_us(op, g, out_bytes)};
 }
 
 }  // namespace entwine::schedule

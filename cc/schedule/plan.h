@@ -11,6 +11,9 @@ enum class Target : uint32_t { kHost = 0, kSm90 = 1 };
 // of its own tile. Push: straight into the owner's staging.
 enum class Transport : uint32_t { kPull = 0, kPush = 1 };
 
+// How the work is cut: into tiles claimed from a queue, or, for few rows, as few_rows.h says (sm_90 only).
+enum class Form : uint32_t { kTiles = 0, kFewRows = 1 };
+
 struct Plan {
   uint32_t tile_m, tile_n;  // on sm_90: of a cluster of two CTAs stacked along m
   uint32_t raster;          // row blocks walked together
@@ -19,6 +22,7 @@ struct Plan {
   // All-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM. Partial sums by push, sm_90: remote
   // tiles that may be on the link at once.
   uint32_t pushers;
+  Form form;
 };
 
 // sm_90: the tiles of a cluster that the kernels are built for. The first one multiplies fastest; the others fill the GPU with

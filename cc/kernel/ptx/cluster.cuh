@@ -23,6 +23,23 @@ __device__ __forceinline__ void store_shared_at_cta(uint32_t address, uint32_t c
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(map_to_cta(address, cta)), "r"(value) : "memory");
 }
 
+// One instruction to the compiler, so that it doesn't keep many mapped addresses in registers.
+__device__ __forceinline__ void store_shared_at_cta(uint32_t address, uint32_t cta, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .u32 mapped;\n"
+      "mapa.shared::cluster.u32 mapped, %0, %1;\n"
+      "st.shared::cluster.f32 [mapped], %2;\n"
+      "}" ::"r"(address),
+      "r"(cta), "f"(value)
+      : "memory");
+}
+
+// Among `threads` threads of the CTA.
+__device__ __forceinline__ void barrier_sync(uint32_t barrier, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // A warpgroup gives registers up or takes them; ignored without __launch_bounds__(threads, 1).
 template <int kRegisters>
 __device__ __forceinline__ void registers_shrink() {

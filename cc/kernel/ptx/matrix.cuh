@@ -37,4 +37,13 @@ __device__ __forceinline__ void load_shared_f32x2(uint32_t address, float& a, fl
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
 }
 
+__device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 }  // namespace entwine::ptx

@@ -11,6 +11,14 @@ __device__ __forceinline__ void prefetch_map(CUtensorMap const* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+__device__ __forceinline__ void tma_load_2d(CUtensorMap const* map, uint32_t to, uint32_t barrier, uint32_t x, uint32_t y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
+
+// To the same place in each of `ctas` (a mask).
 __device__ __forceinline__ void tma_load_2d(CUtensorMap const* map, uint32_t to, uint32_t barrier, uint32_t x, uint32_t y,
                                             uint16_t ctas) {
   asm volatile(

@@ -96,6 +96,7 @@ struct Shared {
 // What every role of a CTA knows.
 template <class C>
 struct Cta {
+  static constexpr schedule::Op kOp = C::kOp;
   Params const& params;
   Shared<C> shared;
   uint32_t rank_in_cluster;

@@ -45,17 +45,22 @@ struct Claim {
   uint32_t position, epoch;
 };
 
-// Claims the next queue position for a cluster. Each cluster claims until it gets one past the end; the launch's last claim
+// Claims the next queue position for a cluster. Each cluster claims until it gets one past the end; the launch's `last` claim
 // leaves the queue ready for the next call on this arena.
-__device__ __forceinline__ Claim claim(Params const& params, Control* control) {
+__device__ __forceinline__ Claim claim(Control* control, uint32_t last) {
   uint64_t before = ptx::add_acquire_release_64(&control->queue, 1);
   Claim mine{static_cast<uint32_t>(before), static_cast<uint32_t>(before >> 32)};
-  if (mine.position == params.ranks * params.raster.size() + params.clusters - 1) {
+  if (mine.position == last) {
     ptx::store_relaxed(&control->push[~mine.epoch & 1], 0);
     ptx::store_relaxed(&control->landed[~mine.epoch & 1], 0);
     ptx::store_relaxed_64(&control->queue, uint64_t(mine.epoch + 1) << 32);
   }
   return mine;
+}
+
+// Every cluster's last claim finds no tile.
+__device__ __forceinline__ uint32_t last_claim(Params const& params) {
+  return params.ranks * params.raster.size() + params.clusters - 1;
 }
 
 template <class C>
@@ -96,7 +101,7 @@ __device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
     if (!more) return;
     ptx::mbarrier_wait(cta.shared.tile_taken(), phase);
     phase ^= 1;
-    position = claim(cta.params, cta.control()).position;
+    position = claim(cta.control(), last_claim(cta.params)).position;
   }
 }
 

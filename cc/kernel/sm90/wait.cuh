@@ -8,12 +8,12 @@ namespace entwine::sm90 {
 
 // Reports what is waited for and ends the kernel: JAX raises an error in place of a hang. Written out without printf or any
 // other call, since a function call in the kernel makes ptxas serialise its wgmma instructions.
-template <class C>
-__device__ __forceinline__ void give_up(Cta<C> const& cta, uint32_t peer, uint32_t row, uint32_t col, uint32_t seen,
+template <class Cta>
+__device__ __forceinline__ void give_up(Cta const& cta, uint32_t peer, uint32_t row, uint32_t col, uint32_t seen,
                                         uint32_t wanted) {
   schedule::StuckReport volatile* report = cta.params.stuck;
   if (ptx::add_acquire_release(&cta.control()->stuck, 1) == 0) {  // the first of this rank writes, the others leave it the time
-    report->op = static_cast<uint32_t>(C::kOp);
+    report->op = static_cast<uint32_t>(Cta::kOp);
     report->rank = cta.params.rank;
     report->peer = peer;
     report->row = row;
@@ -31,9 +31,8 @@ __device__ __forceinline__ void give_up(Cta<C> const& cta, uint32_t peer, uint32
 
 // Until `peer` has signalled this call's value at `word`: acquires what it published, for generic reads and for this thread's
 // TMA.
-template <class C>
-__device__ __forceinline__ void wait_for_peer(Cta<C> const& cta, uint32_t const* word, uint32_t peer, uint32_t row,
-                                              uint32_t col) {
+template <class Cta>
+__device__ __forceinline__ void wait_for_peer(Cta const& cta, uint32_t const* word, uint32_t peer, uint32_t row, uint32_t col) {
   uint32_t wanted = schedule::signal_value(cta.epoch), seen = ptx::load_acquire_system(word);
   if (!schedule::signal_reached(seen, wanted)) {
     uint64_t start = ptx::nanoseconds();

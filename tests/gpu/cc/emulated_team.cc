@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernel/sm90/params.h"
+#include "schedule/few_rows.h"
 #include "schedule/make_plan.h"
 #include "team/stuck.h"
 
@@ -29,6 +30,7 @@ std::string to_string(Variant const& v) {
   if (!gather) text += v.transport == Transport::kPull ? " pull" : " push";
   text += v.float_out ? " to float32" : " to bfloat16";
   if (v.transposed_w) text += ", w transposed";
+  if (v.few_rows) return text + ", few rows";
   text += ", tile " + std::to_string(v.tile.m) + " x " + std::to_string(v.tile.n) + ", pushers " + std::to_string(v.pushers);
   return gather ? text : text + ", lead " + std::to_string(v.lead);
 }
@@ -157,6 +159,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.plan = schedule::make_plan(variant.op, schedule::Target::kSm90, geometry, variant.float_out ? 4 : 2);
   call.plan.tile_m = variant.tile.m;
   call.plan.tile_n = variant.tile.n;
+  call.plan.form = form_of(variant, geometry);
   call.plan.lead = variant.lead;
   call.plan.transport = variant.transport;
   call.plan.pushers = variant.pushers;
@@ -172,7 +175,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.timeout_ns = kTimeoutNs;
   call.stuck = stuck_;
   std::string why = sm90::unsupported(call);
-  if (why.empty() && !layout_.fits(demand_of(variant.op, call.geometry, variant.float_out))) why = "the arena is too small";
+  if (why.empty() && !layout_.fits(demand_of(variant, call.geometry))) why = "the arena is too small";
   if (!why.empty()) {
     std::printf("BAD: a call that the kernels don't take: %s; at %s\n", why.c_str(), Progress::where().c_str());
     ++failed;
@@ -222,8 +225,13 @@ void EmulatedTeam::describe() const {
   }
 }
 
-schedule::ArenaDemand demand_of(Op op, schedule::Geometry const& geometry, bool float_out) {
-  return schedule::arena_demand(op, geometry, schedule::kSm90Parts, op != Op::kAllGatherMatmul && float_out ? 4 : 2);
+schedule::Form form_of(Variant const& v, schedule::Geometry const& geometry) {
+  return v.few_rows && schedule::are_few_rows(v.op, geometry) ? schedule::Form::kFewRows : schedule::Form::kTiles;
+}
+
+schedule::ArenaDemand demand_of(Variant const& v, schedule::Geometry const& geometry) {
+  uint32_t element_bytes = v.op != Op::kAllGatherMatmul && v.float_out ? 4 : 2;
+  return schedule::call_demand(v.op, form_of(v, geometry), geometry, schedule::kSm90Parts, element_bytes);
 }
 
 }  // namespace teams

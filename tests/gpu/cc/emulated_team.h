@@ -19,6 +19,7 @@ struct Variant {
   bool transposed_w, float_out;
   uint32_t lead, pushers;
   entwine::schedule::TileShape tile;
+  bool few_rows = false;  // where the rows are few, else tiles
 };
 std::string to_string(Variant const& variant);
 std::string to_string(entwine::schedule::Geometry const& geometry);
@@ -97,6 +98,7 @@ class EmulatedTeam {
   std::vector<uint8_t*> arenas_;
 };
 
-entwine::schedule::ArenaDemand demand_of(entwine::schedule::Op op, entwine::schedule::Geometry const& geometry, bool float_out);
+entwine::schedule::Form form_of(Variant const& variant, entwine::schedule::Geometry const& geometry);
+entwine::schedule::ArenaDemand demand_of(Variant const& variant, entwine::schedule::Geometry const& geometry);
 
 }  // namespace teams

@@ -100,21 +100,31 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
     for (uint32_t m_shard : kRows)
       for (uint32_t n : kColumns)
         for (uint32_t k : kDepths) shapes.push_back(geometry_of(ranks, batch, m_shard, n, k));
+  // Deep enough for few rows to be cut into up to eight slices, the last of which is short.
+  for (uint32_t m_shard : {2u, 13u, 31u})
+    for (uint32_t n : {136u, 1160u})
+      for (uint32_t k : {1032u, 4168u}) shapes.push_back(geometry_of(ranks, m_shard == 2 ? 3 : 1, m_shard, n, k));
   return shapes;
 }
 
 constexpr uint32_t kLeads[] = {0, 3, 58, 1u << 20};  // 0: the schedule raises it; 1 << 20: all remote tiles first
 constexpr uint32_t kPushers[] = {1, 24};
-constexpr char const* kFamilies[] = {"all_gather_matmul", "matmul_reduce_scatter pull", "matmul_reduce_scatter push",
-                                     "matmul_all_reduce pull", "matmul_all_reduce push"};
+constexpr char const* kFamilies[] = {
+    "all_gather_matmul",      "matmul_reduce_scatter pull", "matmul_reduce_scatter push",     "matmul_all_reduce pull",
+    "matmul_all_reduce push", "all_gather_matmul few rows", "matmul_reduce_scatter few rows", "matmul_all_reduce few rows"};
 constexpr uint32_t kFamilyCount = std::size(kFamilies);
 uint32_t family_of(Variant const& v) {
+  if (v.few_rows) return 5 + static_cast<uint32_t>(v.op);
   if (v.op == Op::kAllGatherMatmul) return 0;
   return (v.op == Op::kMatmulReduceScatter ? 1 : 3) + (v.transport == Transport::kPush);
 }
 
 std::vector<Variant> exact_variants() {
   std::vector<Variant> variants;
+  for (bool transposed_w : {false, true})
+    for (bool float_out : {false, true})
+      for (Op op : kOps)
+        variants.push_back({op, Transport::kPull, transposed_w, float_out, 0, 1, schedule::kSm90Tiles[0], true});
   for (bool transposed_w : {false, true})
     for (bool float_out : {false, true})
       for (schedule::TileShape tile : schedule::kSm90Tiles) {
@@ -180,12 +190,13 @@ void exact(EmulatedTeam& team) {
     for (size_t i = 0; i < variants.size(); ++i) {
       Variant const& v = variants[i];
       Geometry shape = geometry_for(v.op, g);
+      if (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows) continue;
       Progress::at(team_name + to_string(v) + ", " + to_string(shape));
       ++calls[family_of(v)];
       team.each([&](Rank& rank) {
         CHECK_CUDA(cudaMemsetAsync(all[rank.number].y.begin, kPoison, all[rank.number].y.bytes, rank.stream));
       });
-      team.poison_staging(demand_of(v.op, tiled(shape, v), v.float_out));
+      team.poison_staging(demand_of(v, tiled(shape, v)));
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         team.launch(rank, shape, v, b.x, b.w[v.transposed_w], b.y.y());
@@ -264,7 +275,8 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     below(2) == 0,
                     kLeads[below(4)],
                     kPushers[below(4) != 0],
-                    schedule::kSm90Tiles[below(3)]};
+                    schedule::kSm90Tiles[below(3)],
+                    below(2) == 0};
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -349,10 +361,10 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
   for (Geometry const& g : stress_shapes(ranks)) shapes.push_back(g);
   for (Geometry const& g : shapes)
     for (Op op : kOps)
-      for (schedule::TileShape tile : schedule::kSm90Tiles) {
-        Variant variant{};
-        variant.tile = tile;
-        schedule::ArenaDemand demand = demand_of(op, tiled(geometry_for(op, g), variant), true);
+      for (uint32_t i = 0; i <= std::size(schedule::kSm90Tiles); ++i) {
+        Variant variant{op,    Transport::kPull, false, true, 0, 1, schedule::kSm90Tiles[i % std::size(schedule::kSm90Tiles)],
+                        i == 0};
+        schedule::ArenaDemand demand = demand_of(variant, tiled(geometry_for(op, g), variant));
         layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
         if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
       }

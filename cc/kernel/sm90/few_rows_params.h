@@ -1,0 +1,32 @@
+// What a launch for few rows hands the kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "kernel/sm90/params.h"
+#include "schedule/few_rows.h"
+
+namespace entwine::sm90 {
+
+struct FewRowsParams {
+  // x (rows, k): the operand, or what has been gathered, by epoch parity. w (k, n) or (n, k).
+  CUtensorMap x[2], w;
+
+  schedule::FewRows shape;
+  uint32_t rank;
+  uint32_t k_blocks, slice_blocks;  // of 64: all, and a slice's
+  uint32_t clusters;                // launched
+  uint8_t const* x_data;
+  uint8_t* y;
+
+  uint8_t* arena[schedule::kMaxRanks];  // every rank's, mapped here
+  uint64_t arrivals_offset, signals_offset, staging_offset, staging_half;
+  uint32_t words_per_source;
+
+  uint64_t timeout_ns;
+  schedule::StuckReport* stuck;
+};
+
+}  // namespace entwine::sm90
