@@ -22,10 +22,10 @@ class Config:
       raster: how many row blocks of tiles are walked together.
       transport: reduce-scatter, all-reduce: ``"pull"`` (the owner fetches partial sums) or ``"push"`` (the producer
         stores them).
-      pushers: all-gather: how many workers (CPU) or clusters (GPU) push the own chunk beside the matmul; partial sums by
-        push, on GPUs: how many tiles may be on the link at once.
-      few_rows: whether to use the GPU kernels for few rows, which take up to 128 of them: one reads w once for all rows
-        and keeps none waiting in a queue. The other settings above and tiles mean nothing to them.
+      pushers: all-gather: how many workers (CPU) or clusters (GPU) push the own chunk beside the matmul; partial sums
+        by push, on GPUs: how many tiles may be on the link at once.
+      few_rows: whether to use the GPU kernels for few rows, which take up to 128: they read w once for all rows. The
+        settings above and tiles mean nothing to them.
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
       timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 300).

@@ -74,7 +74,7 @@ def test_cpu(op):
 def test_cuda(op, pretend_gpus):
     operands, attributes = call(lowered(op, mesh_of((4,)), "cuda"), op)
     assert len(operands) == 2
-    assert attributes["tile_m"].startswith("256")
+    assert attributes["tile_m"].split()[0] in ("128", "256")  # the host executor's is 32
     text = lowered(op, mesh_of((4,)), "cuda", backward=True)
     if op == "matmul_all_reduce":
         assert "custom_call @entwine" not in text  # dx is a product of shards

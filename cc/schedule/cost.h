@@ -9,7 +9,7 @@ namespace entwine::schedule::cost {
 // Fused: launch, prologue, first loads, drain; then waves of tiles. A tile costs the same however little of it is inside the
 // matrix, or as its columns of w take to stream in, which is what bounds few rows.
 constexpr double kLaunchUs = 8, kLinkBytesPerUs = kSm90LinkBytesPerSecond * 1e-6;
-constexpr double kCollectUs = 4;  // all-reduce: from the last finished tile's landing to its place in every y
+constexpr double kCollectUs = 6;  // all-reduce: from the last finished tile's landing to its place in every y
 // XLA: a GEMM of any tile shape at cuBLAS' rate or memory's, and NCCL before or after it.
 constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 24, kNcclBytesPerUs = 0.205e6;
 // Per byte that a rank sends, NCCL's all-reduce is a bit faster than its halves.
@@ -35,15 +35,15 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
   double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, 2) : partials_bytes(g, 1) * out_bytes;
   double link_us = per_peer * (g.ranks - 1) / kLinkBytesPerUs;
   // In a single wave there is nothing to do while rows or partial sums are on their way.
-  double exposed_us = waves == 1 ? link_us : 0;
+  double exposed_us = waves == 1 ? link_us : 0, after_us = 0;
   if (op == Op::kMatmulAllReduce) {
     // Finished tiles travel too, and those of the last wave when nothing else is left to do.
     double finished_us = double(g.all_rows()) / g.ranks * g.n * out_bytes * (g.ranks - 1) / kLinkBytesPerUs;
-    exposed_us += kCollectUs + finished_us / larger(1, double(g.tiles()) / kSm90Clusters);
+    after_us = kCollectUs + finished_us / larger(1, double(g.tiles()) / kSm90Clusters);
     link_us += finished_us;
   }
   double stream_us = 2.0 * g.n * g.k / tile.stream;
-  return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us);
+  return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us) + after_us;
 }
 
 // Few rows: w streams in once, faster the more CTAs there are; each row adds to the exchange within and between GPUs.

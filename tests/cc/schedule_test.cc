@@ -8,6 +8,7 @@
 #include "schedule/make_plan.h"
 #include "schedule/signals.h"
 #include "schedule/tile_order.h"
+#include "schedule/tile_parts.h"
 
 namespace entwine::schedule {
 
@@ -72,6 +73,32 @@ void all_reduce_chunks_cover_every_row() {
         }
       for (uint32_t times : covered) CHECK_THAT(times == 1, g << ", " << rows << " rows");
     }
+}
+
+// sm_90's all-reduce, whatever its tile: the images that owners store and peers collect are those of y, each once.
+void images_of_tile_parts_cover_y_once() {
+  Shapes shapes;
+  for (TileShape tile : kSm90Tiles)
+    for (uint32_t ranks = 1; ranks <= kMaxRanks; ++ranks)
+      for (uint32_t i = 0; i < 60; ++i) {
+        uint32_t image_cols = i % 2 ? 32 : 64, rows = shapes.upto(i % 3 ? 4000 : 200), n = shapes.upto(1200);
+        Geometry g = all_reduce_geometry(ranks, rows, n, 1, tile.m, tile.n, chunk_unit(Target::kSm90));
+        // y in blocks of an image.
+        uint32_t down = ceil_div(rows, kSm90PartRows), across = ceil_div(n, image_cols);
+        std::vector<uint32_t> covered(down * across);
+        for (uint32_t owner = 0; owner < ranks; ++owner)
+          for (uint32_t row = 0; row < g.chunk_rows(); ++row)
+            for (uint32_t col = 0; col < g.cols(); ++col)
+              for (uint32_t part = 0; part < kSm90Parts; ++part) {
+                PartInside at = part_inside({tile}, {owner, row, col}, part, g.m_shard, g.all_rows(), n, image_cols);
+                for (uint32_t image = 0; image < at.images; ++image) {
+                  uint32_t first_col = at.col + image * image_cols;
+                  CHECK_THAT(at.row % kSm90PartRows == 0 && at.row < rows && first_col % image_cols == 0 && first_col < n, g);
+                  ++covered[at.row / kSm90PartRows * across + first_col / image_cols];
+                }
+              }
+        for (uint32_t times : covered) CHECK_THAT(times == 1, g << ", " << rows << " rows: " << times);
+      }
 }
 
 void peer_slots_number_all_peers() {
@@ -324,6 +351,7 @@ int main() {
   return check::run(
       {{"geometry covers every row and column", geometry_covers_every_row_and_column},
        {"all-reduce chunks cover every row", all_reduce_chunks_cover_every_row},
+       {"images of tile parts cover y once", images_of_tile_parts_cover_y_once},
        {"peer slots number all peers", peer_slots_number_all_peers},
        {"raster index is the inverse of at", raster_index_is_the_inverse_of_at},
        {"reduce-scatter order is complete and never deadlocks", reduce_scatter_order_is_complete_and_never_deadlocks},

@@ -12,6 +12,7 @@
 #include "kernel/ptx/tma.cuh"
 #include "kernel/sm90/scheduler.cuh"
 #include "kernel/sm90/wait.cuh"
+#include "schedule/tile_parts.h"
 
 namespace entwine::sm90 {
 
@@ -29,18 +30,12 @@ __device__ __forceinline__ uint32_t* result_word(Cta<C> const& cta, uint32_t hol
   return cta.signal(holder, owner, schedule::result_signal(tiles, index, part, schedule::kSm90Parts));
 }
 
-// What of a part of a tile is inside y: its first row and column, and how many of its images have a column (none, if no row
-// is). A chunk is a multiple of a part's rows.
-struct Inside {
-  uint32_t row, col, images;
-};
+// What of a part of a tile is inside y.
 template <class C>
-__device__ __forceinline__ Inside inside(Params const& p, schedule::Tile tile, uint32_t part) {
-  uint32_t in_cluster = part / kConsumers, consumer = part % kConsumers;
-  uint32_t in_chunk = tile.row * C::kTileM + in_cluster * C::kCtaM + (C::kStacked ? consumer * kPartRows : 0);
-  uint32_t row = tile.owner * p.m_shard + in_chunk, col = tile.col * C::kTileN + (C::kStacked ? 0 : consumer * C::kConsumerN);
-  if (in_chunk >= p.m_shard || row >= p.rows || col >= p.n) return {row, col, 0};
-  return {row, col, schedule::smaller(C::kImages, schedule::ceil_div(p.n - col, C::kImageCols))};
+__device__ __forceinline__ schedule::PartInside inside(Params const& p, schedule::Tile tile, uint32_t part) {
+  constexpr schedule::TileParts kParts{{C::kTileM, C::kTileN}};
+  static_assert(kParts.stacked() == C::kStacked && kParts.cols() == C::kConsumerN, "parts are the consumers'");
+  return schedule::part_inside(kParts, tile, part, p.m_shard, p.rows, p.n, C::kImageCols);
 }
 
 template <class C>
@@ -67,7 +62,7 @@ class Collector {
   __device__ __forceinline__ void collect(schedule::CollectOrder::Job job) {
     Params const& p = cta_.params;
     schedule::Raster::Cell cell = p.raster.at(job.index);
-    Inside there = inside<C>(p, {job.owner, cell.row, cell.col}, job.part);
+    schedule::PartInside there = inside<C>(p, {job.owner, cell.row, cell.col}, job.part);
     if (there.images == 0) return;
     uint32_t const* word = result_word(cta_, p.rank, job.owner, job.index, job.part);
     // What has come need not wait with us.

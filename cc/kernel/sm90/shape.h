@@ -11,9 +11,8 @@ constexpr uint32_t kThreads = 384;                                 // one warpgr
 constexpr uint32_t kConsumers = 2;                                 // warpgroups
 constexpr uint32_t kRoleRegisters = 56, kConsumerRegisters = 224;  // 40 and 232 spill in the storer
 constexpr uint32_t kImageBytes =
-    8192;                           // 64 rows x 128 bytes, 128-byte-swizzled: what one TMA store of y or one partial copy moves
-constexpr uint32_t kPartRows = 64;  // of a consumer's part of a tile
-constexpr uint32_t kHead = 1;       // k blocks of the next tile that start while the finished one is being stored
+    8192;                      // 64 rows x 128 bytes, 128-byte-swizzled: what one TMA store of y or one partial copy moves
+constexpr uint32_t kHead = 1;  // k blocks of the next tile that start while the finished one is being stored
 constexpr uint32_t kMinKBlocks = kHead + 1;  // k past the end reads as zeros
 constexpr uint32_t kClaimAhead = 8;          // k blocks before a tile's last load at which the loader asks for the next tile
 constexpr uint32_t kUnitBytes = 65536;       // all-gather: what a pusher claims at once
@@ -21,7 +20,6 @@ constexpr uint32_t kPieceBytes = 8192;       // and copies at once; all-reduce: 
 constexpr uint32_t kUnitsInFlight = 8;       // units a pusher remembers until they are signalled
 constexpr uint32_t kSharedLimit = 232448;
 static_assert(kPieceBytes == kImageBytes, "one ring for either");
-static_assert(schedule::chunk_unit(schedule::Target::kSm90) == kPartRows, "a part of a tile lies in one chunk");
 
 // A claimed tile travels in 32 bits: owner 3, row block 15, column 14. All ones is no tile, so the last column is not used.
 constexpr uint32_t kRowBits = 15, kColBits = 14;

@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
         (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM + (C::kStacked ? consumer * 64 : 0);
     uint32_t col = tile.col * C::kTileN + (C::kStacked ? 0 : consumer * C::kConsumerN);
     uint32_t index = C::kGather ? 0 : p.raster.index(tile.row, tile.col), part = cta.rank_in_cluster * kConsumers + consumer;
-    Inside there{};
+    schedule::PartInside there{};
     if constexpr (C::kReplicate) {
       if (!remote) there = inside<C>(p, tile, part);
     }
