@@ -22,7 +22,7 @@ struct Plan {
   // All-gather: workers (host) or clusters (sm_90) that push the own chunk beside the GEMM. Partial sums by push, sm_90: remote
   // tiles that may be on the link at once.
   uint32_t pushers;
-  Form form;
+  Form form = Form::kTiles;
 };
 
 // sm_90: the tiles of a cluster that the kernels are built for. The first one multiplies fastest; the others fill the GPU with

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "schedule/few_rows.h"
 #include "schedule/make_plan.h"
 #include "schedule/signals.h"
 #include "schedule/tile_order.h"
@@ -328,6 +329,33 @@ void epochs_wrap_around() {
   }
 }
 
+void few_rows_are_cut_completely() {
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
+    for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks)
+      for (uint32_t batch : {1u, 3u})
+        for (uint32_t m_shard : {1u, 5u, 16u, 64u})
+          for (uint32_t n : {8u, 1792u, 4096u, 8192u, 28672u})
+            for (uint32_t k : {8u, 520u, 3584u, 8192u}) {
+              Geometry g{ranks, batch, m_shard, n, k, 1, 1};
+              if (op == Op::kMatmulAllReduce)
+                g = all_reduce_geometry(ranks, batch * m_shard, n, k, 1, 1, chunk_unit(Target::kSm90));
+              if (!are_few_rows(op, g)) continue;
+              FewRows f = few_rows(op, g);
+              CHECK(f.rows == (op == Op::kMatmulAllReduce ? batch * m_shard : ranks * batch * m_shard));
+              CHECK(f.room >= f.rows && f.room <= kFewRowsMost && f.tiles * kFewRowsTileN >= n);
+              // Portions of a tile's rows are a power of two, and clusters no larger than a GPU takes.
+              CHECK(f.slices >= 1 && f.slices <= kFewRowsSlicesMost && (f.slices & (f.slices - 1)) == 0 &&
+                    f.room % f.slices == 0);
+              CHECK(f.slices == 1 || f.tiles <= clusters_at_once(f.slices));
+              ArenaDemand demand = call_demand(op, Form::kFewRows, g, kSm90Parts, 2);
+              CHECK(demand.words_per_source == (op == Op::kAllGatherMatmul ? f.slices : f.tiles * f.slices));
+              uint64_t values = op == Op::kAllGatherMatmul       ? uint64_t(f.rows) * k
+                                : op == Op::kMatmulReduceScatter ? uint64_t(ranks - 1) * f.chunk_rows * n
+                                                                 : uint64_t(ranks - 1) * f.rows * n;
+              CHECK(demand.staging_half >= values * 2 && demand.staging_half < values * 2 + 1024);
+            }
+}
+
 void plans_are_sound() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
     for (Target target : {Target::kHost, Target::kSm90})
@@ -361,5 +389,6 @@ int main() {
        {"pushes come in the order of need", pushes_come_in_the_order_of_need},
        {"signal words have one writer and all are awaited", signal_words_have_one_writer_and_all_are_awaited},
        {"epochs wrap around", epochs_wrap_around},
+       {"few rows are cut completely", few_rows_are_cut_completely},
        {"plans are sound", plans_are_sound}});
 }

@@ -31,15 +31,17 @@ from harness import (
 
 from benchmarks.shapes import ALL_REDUCE as ALL_REDUCE_SHAPES
 from benchmarks.shapes import TEN, Shape
+from entwine_jax import Config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
 
-def check(case, seed=0, dtype=jnp.bfloat16):
+def check(case, seed=0, dtype=jnp.bfloat16, **options):
     mesh = mesh_of()
     ranks = team_size(mesh)
     x_spec, w_spec, _ = case.specs(AXIS)
-    options = {} if dtype == jnp.bfloat16 else {"preferred_element_type": dtype}
+    if dtype != jnp.bfloat16:
+        options["preferred_element_type"] = dtype
     x, w = integers(case, ranks, seed)
     poison(case, mesh, dtype=dtype)
     y = program(case, mesh, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
@@ -54,6 +56,15 @@ RAGGED = list(itertools.product((1, 100, 129), (8, 136, 4104), (8, 72, 4104)))
 @pytest.mark.parametrize("m_shard, n, k", RAGGED)
 def test_ragged(op, m_shard, n, k):
     check(Case(op, m_shard, n, k))
+
+
+@pytest.mark.parametrize("few_rows", [True, False], ids=["few", "tiles"])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_few_rows(op, dtype, few_rows):
+    """Both kernels that can take them, on rows for each room and w cut into 1 to 8 slices."""
+    for m_shard, n, k in ((1, 8, 8), (7, 1792, 4104), (31, 3584, 8192), (64, 8192, 3592), (3, 20000, 1000)):
+        check(Case(op, m_shard, n, k), dtype=dtype, config=Config(few_rows=few_rows))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
