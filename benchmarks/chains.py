@@ -67,7 +67,8 @@ def gemm_layout(shape: Shape, ranks: int) -> Layout:
     return dataclasses.replace(layout, y_spec=PartitionSpec(AXIS, None), y_shape=(shape.m * ranks, shape.n))
 
 
-def _link(x: jax.Array, y: jax.Array) -> jax.Array:
+def linked(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x with one element of the result before it, so that its call starts after that."""
     return jax.lax.dynamic_update_slice(x, jnp.clip(y[:1, :1], -1, 1), (0, 0))
 
 
@@ -77,7 +78,7 @@ def per_rank_program(layout: Layout, mesh: Mesh, calls: int, call: Call, check_v
     def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array]:
         handed_on = []
         for x, w in zip(xs, ws, strict=True):
-            x = jax.lax.optimization_barrier(_link(x, y))
+            x = jax.lax.optimization_barrier(linked(x, y))
             y = jax.lax.optimization_barrier(call(x, w))
             handed_on.append(x)
         return tuple(handed_on), y
@@ -94,7 +95,7 @@ def global_program(layout: Layout, mesh: Mesh, calls: int, call: Call) -> jax.st
 
     The chain's link stays a matter of each rank, else the partitioner would communicate for it.
     """
-    link = jax.shard_map(_link, mesh=mesh, in_specs=(layout.x_spec, layout.y_spec), out_specs=layout.x_spec)
+    link = jax.shard_map(linked, mesh=mesh, in_specs=(layout.x_spec, layout.y_spec), out_specs=layout.x_spec)
     x_sharding, w_sharding, y_sharding = (
         NamedSharding(mesh, spec) for spec in (layout.x_spec, layout.w_spec, layout.y_spec)
     )

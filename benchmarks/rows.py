@@ -20,6 +20,7 @@ SUITE_TITLES = {
     "tp8": "MLPs of known models, split 8 ways",
     "small": "Few rows",
     "all_reduce": "All-reduce",
+    "decode": "A decoder's few rows",
     "tiny": "Tiny shapes: a smoke test",
 }
 PEER_TITLES = {

@@ -34,7 +34,7 @@ class Shape:
     def chunk_bytes(self, ranks: int, element_bytes: int = 2) -> int:
         """What one rank sends to one peer."""
         columns = self.k if self.op == ALL_GATHER else self.n
-        return self.m // ranks * columns * element_bytes * (2 if self.op == ALL_REDUCE_OP else 1)
+        return -(-self.m // ranks) * columns * element_bytes * (2 if self.op == ALL_REDUCE_OP else 1)
 
     def link_ms(self, ranks: int) -> float:
         """A model, not a measurement: the bytes over LINK_BYTES_PER_SECOND."""
@@ -77,6 +77,13 @@ SMALL: tuple[Shape, ...] = (
     *_mlp(4096, 14336, (64, 256)),  # Llama-3 8B
 )
 
+# A decoder's layers, Llama-3 70B split 8 ways: the down projection's sum, and a gate or up projection (more rows of
+# which are in SMALL).
+DECODE: tuple[Shape, ...] = (
+    Shape(ALL_GATHER, 8, 3584, 8192),
+    *(Shape(ALL_REDUCE_OP, m, 8192, 3584) for m in (1, 8, 32, 64, 128, 256)),
+)
+
 ALL_REDUCE: tuple[Shape, ...] = tuple(
     dataclasses.replace(shape, op=ALL_REDUCE_OP) for shape in TEN if shape.op == REDUCE_SCATTER
 )
@@ -86,7 +93,8 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "tp8": {"tp8": TP8},
     "small": {"small": SMALL},
     "all_reduce": {"all_reduce": ALL_REDUCE},
-    "all": {"ten": TEN, "tp8": TP8, "small": SMALL, "all_reduce": ALL_REDUCE},
+    "decode": {"decode": DECODE},
+    "all": {"ten": TEN, "tp8": TP8, "small": SMALL, "all_reduce": ALL_REDUCE, "decode": DECODE},
 }
 
 # The whole path in seconds on virtual CPU devices.

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
 #
-#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [peers]      by default all but peers
+#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [peers] [timeline]
+#                                                        by default all but peers and timeline
 #
 # teams runs the kernels without JAX in teams of 2 to 8 ranks that share the GPUs.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
+# timeline traces the tiles of a call under three orders.
 # Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
@@ -29,8 +31,8 @@ summary=()
 failed=0
 
 for step in $steps; do
-  case $step in build | smoke | teams | test | demo | example | bench | peers) ;; *)
-    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench and peers" >&2
+  case $step in build | smoke | teams | test | demo | example | bench | peers | timeline) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench, peers and timeline" >&2
     exit 2
     ;;
   esac
@@ -165,6 +167,12 @@ if wants peers; then
   if "$python" -c 'import matplotlib' 2>/dev/null && [[ -s $out/peers.json ]]; then
     "$python" -m benchmarks.report "$out/peers.json" --plots "$out/plots" >/dev/null || failed=1
   fi
+fi
+
+if wants timeline; then
+  echo "== timeline"
+  run timeline 90 "$python" -m benchmarks.timeline --out "$out/timeline.json"
+  grep -v -E '^(W|I|E)[0-9]{4} ' "$out/timeline.log" | tail -n 5 | cut -c1-300
 fi
 
 echo "== summary (logs in $out)"

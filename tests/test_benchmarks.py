@@ -9,14 +9,16 @@ import statistics
 import sys
 import types
 
+import numpy as np
 import pytest
 from jax import lax
 
 # Behind everything else: the package under test is the installed one.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from benchmarks import chains, collective_matmul, link, peers, plots, report, rounds, shapes
+from benchmarks import chains, collective_matmul, link, peers, plots, report, rounds, shapes, timeline
 from benchmarks.peers import common, pallas, torch_symm_mem
+from entwine_jax import _trace
 
 # As the first version of the benchmark wrote it: reports must go on reading these.
 OLD_ROW = {
@@ -227,7 +229,7 @@ def test_no_copy_engine():
 
 
 def test_suites():
-    assert [len(suite) for suite in shapes.SUITES["all"].values()] == [10, 24, 16, 5]
+    assert [len(suite) for suite in shapes.SUITES["all"].values()] == [10, 24, 16, 5, 7]
     assert shapes.SUITES["all_reduce"] == {"all_reduce": shapes.ALL_REDUCE}
     every = [shape for suite in shapes.SUITES["all"].values() for shape in suite]
     assert len(set(every)) == len(every)
@@ -343,3 +345,25 @@ def test_documents_are_current():
     files = [str(root / "README.md"), str(root / "docs" / "performance.md")]
     model = str(results / "h200x2_transformer.json")
     report.main([str(results / "h200x2.json"), "--model", model, "--check", *files])
+
+
+def test_timeline(tmp_path):
+    """From notes to JSON; the notes themselves are made up here, since only GPUs take them."""
+    events = np.zeros(5, _trace._EVENT)
+    events["us"] = [1.0, 4.0, 9.0, 12.5, 14.0]
+    events["cta"] = [0, 0, 0, 1, 1]
+    events["writer"] = [0, 1, 2, 0, 1]
+    events["mark"] = [_trace.MARKS.index(m) for m in ("first_load", "multiplied", "landed", "first_load", "multiplied")]
+    events["owner"] = [1, 1, 1, 0, 0]
+    call = _trace.TracedCall("matmul_reduce_scatter", 0, 0, 2, 256, 256, 64, 2, events)
+    order = timeline.described(call)
+    assert order["us"] == 14.0 and order["tiles"] == [[[1.0, 4.0, 1]], [[12.5, 14.0, 0]]]
+    assert order["link_us"] == [5.0, 10.0, 15.0] and order["link_gb_per_s"] == [0.0, round(32768 / 5e3, 1), 0.0]
+
+    shape = {"op": "matmul_reduce_scatter", "m": 1, "n": 1, "k": 1}
+    results = {"machine": "2 x test", "shape": shape, "rank": 0, "orders": {"paced": order}}
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps(results))
+    pytest.importorskip("matplotlib")
+    assert timeline.main([str(path), "--plot", str(tmp_path / "timeline.png")]) == 0
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
