@@ -62,7 +62,7 @@ def traced(order: str, mesh: Mesh) -> TracedCall:
 
 
 def described(call: TracedCall) -> dict[str, Any]:
-    """A call's part of the JSON: for each CTA its tiles as [first load, first finished image, owner]; the link's rate."""
+    """A call's part of the JSON: for each CTA its tiles as [first load, first image done, owner]; the link's rate."""
     key = ["cta", "owner", "row", "column"]
     multiplied = {
         tuple(event[key].tolist()): float(event["us"]) for event in call.at("multiplied") if event["writer"] == 1
