@@ -110,8 +110,9 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   if (gather) {
     ok = ok && encode(chunk_view(call.x, g.k, g, 1, 2), kBlockK, rows, &p.x);
     for (uint32_t parity = 0; parity < 2; ++parity)
-      ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g, g.ranks - 1, 2), kBlockK,
-                        rows, &p.gathered[parity]);
+      ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g,
+                                   schedule::larger(g.ranks - 1, 1), 2),
+                        kBlockK, rows, &p.gathered[parity]);
     ok = ok && encode(whole_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
   } else if (call.op == Op::kMatmulAllReduce) {
     ok = ok && encode(matrix_view(call.x, g.k, g, 2), kBlockK, rows, &p.x);

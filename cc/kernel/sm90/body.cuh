@@ -65,7 +65,7 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
   }
   Claim first{};
   bool leader = threadIdx.x == 32 && in_cluster == 0;
-  if (leader) first = claim(control, last_claim(params));
+  if (leader) first = claim(params, control);
   __syncwarp();
   ptx::cluster_sync();  // barriers are initialised; the other CTA runs
   if (leader)

@@ -385,7 +385,7 @@ __device__ __forceinline__ void few_rows_matmul(FewRowsParams const& params) {
   // One thread of the leader CTA claims for the cluster.
   auto claim_tile = [&] {
     if (threadIdx.x != 0 || cta.slice != 0) return;
-    Claim mine = claim(cta.control(), tiles + params.clusters - 1);
+    Claim mine = claim(params, cta.control());
     for (uint32_t i = 0; i < params.shape.slices; ++i) {
       ptx::store_shared_at_cta(cta.claimed_tile(), i, mine.position);
       ptx::store_shared_at_cta(cta.claimed_tile() + 4, i, mine.epoch);

@@ -27,6 +27,9 @@ struct FewRowsParams {
 
   uint64_t timeout_ns;
   schedule::StuckReport* stuck;
+
+  // As in Params.
+  ENTWINE_HOST_DEVICE uint32_t last_claim() const { return shape.tiles + clusters - 1; }
 };
 
 }  // namespace entwine::sm90

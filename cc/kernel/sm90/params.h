@@ -54,6 +54,9 @@ struct Params {
 
   schedule::TraceEvent* trace;  // traced kernels: [CTA][writer][trace_capacity], zeroed
   uint32_t trace_capacity;
+
+  // The position of the launch's last claim: every cluster's last one finds no tile.
+  ENTWINE_HOST_DEVICE uint32_t last_claim() const { return ranks * raster.size() + clusters - 1; }
 };
 
 }  // namespace entwine::sm90

@@ -45,22 +45,18 @@ struct Claim {
   uint32_t position, epoch;
 };
 
-// Claims the next queue position for a cluster. Each cluster claims until it gets one past the end; the launch's `last` claim
+// Claims the next queue position for a cluster. Each cluster claims until it gets one past the end; the launch's last claim
 // leaves the queue ready for the next call on this arena.
-__device__ __forceinline__ Claim claim(Control* control, uint32_t last) {
+template <class AnyParams>
+__device__ __forceinline__ Claim claim(AnyParams const& params, Control* control) {
   uint64_t before = ptx::add_acquire_release_64(&control->queue, 1);
   Claim mine{static_cast<uint32_t>(before), static_cast<uint32_t>(before >> 32)};
-  if (mine.position == last) {
+  if (mine.position == params.last_claim()) {
     ptx::store_relaxed(&control->push[~mine.epoch & 1], 0);
     ptx::store_relaxed(&control->landed[~mine.epoch & 1], 0);
     ptx::store_relaxed_64(&control->queue, uint64_t(mine.epoch + 1) << 32);
   }
   return mine;
-}
-
-// Every cluster's last claim finds no tile.
-__device__ __forceinline__ uint32_t last_claim(Params const& params) {
-  return params.ranks * params.raster.size() + params.clusters - 1;
 }
 
 template <class C>
@@ -101,7 +97,7 @@ __device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
     if (!more) return;
     ptx::mbarrier_wait(cta.shared.tile_taken(), phase);
     phase ^= 1;
-    position = claim(cta.control(), last_claim(cta.params)).position;
+    position = claim(cta.params, cta.control()).position;
   }
 }
 
