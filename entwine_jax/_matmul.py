@@ -93,9 +93,8 @@ def collective_matmul(
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
-        y = _ops.on_ranks(
-            _checks.op_inside(OP, names, spec), x, w, names, preferred_element_type, precision, strategy, config
-        )
+        op = _checks.op_inside(OP, names, spec)
+        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config)[0]
     elif manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
