@@ -145,7 +145,7 @@ def _describe_partitioned(each: Partitioned) -> CollectiveMatmul:
 
 def _describe_whole(equation: Any) -> CollectiveMatmul:
     """A product that was lowered for one device."""
-    x, w, y = (variable.aval for variable in (*equation.invars[:2], *equation.outvars))
+    x, w, y = (variable.aval for variable in (*equation.invars[:2], equation.outvars[0]))
     return _dot(x, w, y, equation.params["static_args"][0].product == "x", "there is one device: a plain dot")
 
 

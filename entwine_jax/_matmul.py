@@ -158,7 +158,7 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
     }[op]
     place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
     x, w = _lowering.vary(x, w, ())
-    y: jax.Array = _products.product(call, place, x, w, None)
+    y: jax.Array = _placed_product(call, place, x, w)
     return y
 
 

@@ -89,7 +89,8 @@ def all_gather_matmul(
       return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
         differentiable as well.
       residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
-        the gathered x, t times as large, which spares the backward pass the link. It is named ``"entwine_gathered"``
+        the gathered x, t times as large, which spares the backward pass the link (and is done anyway where x has no
+        gradient, as in a first layer). It is named ``"entwine_gathered"``
         for policies of ``jax.checkpoint``, as what is gathered on XLA always is. With ``return_gathered=True`` the
         gathered x is there anyway, and kept.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
@@ -344,12 +345,14 @@ def _fused(
 
 
 def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
-    """Keeps only what the gradients that are wanted need: w for dx; for dw x, or all of x where that is at hand.
+    """Keeps only what the gradients that are wanted need: w for dx; for dw x, or all of x where that is at hand, or
+    where there will be no dx beside which to gather it.
 
     What isn't kept is an empty array in its place: JAX may trace this once more, with other gradients wanted, and mixes
     up residuals of different structure.
     """
-    whole = request.op == "all_gather_matmul" and w.perturbed and (request.gathers or request.saves)
+    whole = request.gathers or request.saves or not x.perturbed
+    whole = whole and w.perturbed and request.op == "all_gather_matmul"
     run = dataclasses.replace(request, gathers=request.gathers or whole)
     if run.gathers and choice.plan is not None:
         choice = dataclasses.replace(choice, plan=dataclasses.replace(choice.plan, few_rows=False))
@@ -402,13 +405,8 @@ def _from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered
             dx, dw = _gradients(to_dx, dy, w, x)
         elif w is not None:
             dx = _run(to_dx, dy, w)[0]
-        elif x is not None:
-            # Without a product to hide behind, the gather is XLA's own.
-            if request.op == "all_gather_matmul":
-                x = _reference.gather(x, axis_name)
-            else:
-                dy = _reference.gather(dy, axis_name)
-            dw = _reference.weight_gradient(x, dy, precision=precision)
+        elif x is not None:  # of a reduce-scatter; without a product to hide behind, the gather is XLA's own
+            dw = _reference.weight_gradient(x, _reference.gather(dy, axis_name), precision=precision)
         if gathered is not None:
             dw = _reference.weight_gradient(gathered, dy, precision=precision)
     if dw is not None and request.transpose_w:

@@ -248,8 +248,9 @@ def test_the_backward_pass_has_no_other_collective():
         for check_vma in (True, False):
             assert gradient_text(fused, op, (0, 1), check_vma=check_vma) == calls
         assert gradient_text(fused, op, 0) == calls
-        # Nothing to hide behind: XLA's gather.
-        assert gradient_text(fused, op, 1) == {f"entwine_{op}": 1, "all-gather": 1}
+    # Without dx there is nothing to hide behind: x is kept as it was gathered forward, dy is gathered by XLA.
+    assert gradient_text(fused, GATHER, 1) == {f"entwine_{GATHER}": 1}
+    assert gradient_text(fused, SCATTER, 1) == {f"entwine_{SCATTER}": 1, "all-gather": 1}
 
 
 def test_what_is_saved_is_not_gathered_again():
