@@ -78,6 +78,7 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
   d["transport"] = static_cast<uint32_t>(p.transport);
   d["pushers"] = p.pushers;
   d["few_rows"] = p.form == Form::kFewRows;
+  d["copiers"] = p.copiers;
   return d;
 }
 
@@ -115,10 +116,12 @@ std::vector<OwnerRowCol> tile_order(std::string const& op, uint32_t ranks, uint3
 }
 
 uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k,
-                     uint32_t missing, uint32_t tile_m, uint32_t tile_n, bool few_rows, uint32_t element_bytes,
-                     uint32_t parts) {
+                     uint32_t missing, uint32_t tile_m, uint32_t tile_n, bool few_rows, uint32_t element_bytes, uint32_t parts,
+                     std::tuple<uint32_t, uint32_t, uint64_t> beside) {
+  auto [z_batch, z_rows, z_row_bytes] = beside;
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing);
-  ArenaDemand demand = call_demand(op_of(op), few_rows ? Form::kFewRows : Form::kTiles, g, parts, element_bytes);
+  ArenaDemand demand = call_demand(op_of(op), few_rows ? Form::kFewRows : Form::kTiles, g, parts, element_bytes,
+                                   Gathering{z_batch, z_rows, z_row_bytes, tile_m});
   return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
 }
 
@@ -167,7 +170,9 @@ NB_MODULE(_core, m) {
   m.def("chunk_rows", &chunk_rows, "target"_a, nb::kw_only(), "ranks"_a, "rows"_a,
         "How many rows a chunk of an all-reduce has, (m_shard, missing): see schedule/geometry.h.");
   m.def("arena_bytes", &arena_bytes, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "tile_m"_a, "tile_n"_a, "few_rows"_a, "element_bytes"_a, "parts"_a, "Bytes of the smallest arena that holds one call.");
+        "tile_m"_a, "tile_n"_a, "few_rows"_a, "element_bytes"_a, "parts"_a,
+        "beside"_a = std::tuple<uint32_t, uint32_t, uint64_t>{0, 0, 0},
+        "Bytes of the smallest arena that holds one call; `beside` are batch, rows and row bytes of what it gathers beside.");
 #ifdef ENTWINE_WITH_CUDA
   m.def("peer_access", &peer_access, "device_ordinals"_a,
         "Empty if these GPUs are all sm_90 and see each other's memory, else why not.");

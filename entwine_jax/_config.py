@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 STRATEGIES = ("auto", "fused", "xla")
 TRANSPORTS = ("pull", "push")
+RESIDUALS = ("regather", "save")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +25,10 @@ class Config:
         stores them).
       pushers: all-gather: how many workers (CPU) or clusters (GPU) push the own chunk beside the matmul; partial sums
         by push, on GPUs: how many tiles may be on the link at once.
+      copiers: how many workers or clusters copy the peers' chunks to the gathered array, where that is a result;
+        reduce-scatter: and push the own chunk of it.
       few_rows: whether to use the GPU kernels for few rows, which take up to 128: they read w once for all rows. The
-        settings above and tiles mean nothing to them.
+        settings above and tiles mean nothing to them, and they gather nothing beside: calls that do have tiles.
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
       timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 300).
@@ -40,6 +43,7 @@ class Config:
     raster: int | None = None
     transport: str | None = None
     pushers: int | None = None
+    copiers: int | None = None
     few_rows: bool | None = None
     tile_m: int | None = None
     tile_n: int | None = None
@@ -53,7 +57,7 @@ class Config:
             raise ValueError(f"entwine_jax.Config: transport={self.transport!r} must be one of {TRANSPORTS}")
         if self.few_rows not in (None, True, False):
             raise ValueError(f"entwine_jax.Config: few_rows={self.few_rows!r} must be True, False or None")
-        for name in ("raster", "pushers", "tile_m", "tile_n", "workers"):
+        for name in ("raster", "pushers", "copiers", "tile_m", "tile_n", "workers"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1)
         for name in ("lead", "stall_us", "stall_seed"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 0)
@@ -101,6 +105,13 @@ def resolve(op: str, strategy: str | None, config: Config | None) -> Settings:
         stall_seed=_integer(f"entwine_jax.{op}: ENTWINE_STALL_SEED", stall_seed, 0),
         config=config,
     )
+
+
+def saves(op: str, residuals: str) -> bool:
+    """Whether the gathered operand is kept for the backward pass."""
+    if residuals not in RESIDUALS:
+        raise ValueError(f"entwine_jax.{op}: residuals={residuals!r} is unknown; use one of {RESIDUALS}")
+    return residuals == "save"
 
 
 def _choose[T](op: str, argument: T | None, variable: str, parse: Callable[[str], T], default: T) -> T:

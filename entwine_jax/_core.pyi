@@ -9,6 +9,7 @@ class PlanDict(TypedDict):
     lead: int
     transport: int
     pushers: int
+    copiers: int
     few_rows: bool
 
 def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
@@ -47,6 +48,7 @@ def arena_bytes(
     few_rows: bool,
     element_bytes: int,
     parts: int,
+    beside: tuple[int, int, int] = (0, 0, 0),
 ) -> int: ...
 def start_trace(bytes: int) -> None: ...
 def stop_trace() -> list[dict[str, Any]]: ...

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 from . import _partitioning, _strategy
 from ._lowering import collective_matmul_p, note_p
+from ._lowering import gathered as gathered_type
 from ._partitioning import Partitioned
 from ._strategy import Plan
 
@@ -37,6 +38,7 @@ class CollectiveMatmul:
     reason: str
     plan: Plan | None  # of strategy "fused"
     arena_bytes: int  # peer memory that the call needs on each rank; calls of one team share it
+    gathered: tuple[int, ...] | None = None  # of a gathered array that the call gives beside y, if it does
 
 
 class Explanation(Sequence[CollectiveMatmul]):
@@ -58,7 +60,7 @@ class Explanation(Sequence[CollectiveMatmul]):
     def __repr__(self) -> str:
         if not self:
             return "no collective matmul"
-        rows = [("op", "x", "w", "y", "axis", "strategy", "arena", "plan", "why"), *map(_cells, self)]
+        rows = [("op", "x", "w", "y", "gathered", "axis", "strategy", "arena", "plan", "why"), *map(_cells, self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -109,12 +111,13 @@ def _describe(equation: Any) -> CollectiveMatmul:
     y, about = equation.outvars[0].aval, equation.params.get("about")
     if about is None:
         about = equation.params["request"], equation.params["choice"]
-        x, w = (variable.aval for variable in equation.invars)
+        x, w, *beside = (variable.aval for variable in equation.invars)
     else:
-        x, w = equation.params["x"], equation.params["w"]
+        x, w, beside = equation.params["x"], equation.params["w"], []
     if isinstance(about, str):  # explicit shardings left it to XLA
         return _dot(_shard(x), _shard(w), _shard(y), False, about)
     request, choice = about
+    z = next(iter(beside), None)
     return CollectiveMatmul(
         op=request.op,
         x=x.shape,
@@ -128,7 +131,8 @@ def _describe(equation: Any) -> CollectiveMatmul:
         strategy=choice.strategy,
         reason=choice.reason,
         plan=choice.plan,
-        arena_bytes=_strategy.arena_bytes(request, choice.plan, x, w) if choice.plan else 0,
+        arena_bytes=_strategy.arena_bytes(request, choice.plan, x, w, z) if choice.plan else 0,
+        gathered=gathered_type(request, z or x).shape if request.gathers else None,
     )
 
 
@@ -141,7 +145,7 @@ def _describe_partitioned(each: Partitioned) -> CollectiveMatmul:
 
 def _describe_whole(equation: Any) -> CollectiveMatmul:
     """A product that was lowered for one device."""
-    x, w, y = (variable.aval for variable in (*equation.invars[:2], *equation.outvars))
+    x, w, y = (variable.aval for variable in (*equation.invars[:2], equation.outvars[0]))
     return _dot(x, w, y, equation.params["static_args"][0].product == "x", "there is one device: a plain dot")
 
 
@@ -181,11 +185,13 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     plan = ""
     if m.plan is not None:
         plan = _plan(m.op, m.plan)
+        plan += f" copiers {m.plan.copiers}" if m.gathered else ""
     return (
         m.op,
         _array(m.dtype, m.x),
         _array(m.dtype, m.w) + (".T" if m.transpose_w else ""),
         _array(m.result_dtype, m.y),
+        _array(m.dtype, m.gathered) if m.gathered else "",
         f"{','.join(map(str, m.axis_name))}:{m.team_size}" if m.axis_name else "",
         m.strategy,
         f"{m.arena_bytes / 2**20:.1f} MiB" if m.plan else "",

@@ -36,10 +36,22 @@ def vary(x: jax.Array, w: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Ar
     return cast(x), cast(w)
 
 
+# Operands x, w and, if reduce-scatter gathers beside, z; results y and, if the request gathers, all of x or z.
 collective_matmul_p = Primitive("collective_matmul")
+collective_matmul_p.multiple_results = True
 
 
-def _result(x: Any, w: Any, *, request: Request, choice: Choice) -> Any:
+def _results(x: Any, w: Any, *z: Any, request: Request, choice: Choice) -> list[Any]:
+    y = _result(x, w, request)
+    return [y, gathered(request, *(z or (x,)))] if request.gathers else [y]
+
+
+def gathered(request: Request, z: Any) -> Any:
+    """The type of all of z."""
+    return z.update(shape=(z.shape[0], z.shape[1] * request.team.size, z.shape[2]), weak_type=False)
+
+
+def _result(x: Any, w: Any, request: Request) -> Any:
     if request.op == "matmul_all_reduce":
         # The same on every rank, which its type says as psum's does.
         varying = x.manual_axis_type.varying - {*request.team.axis_name}
@@ -55,7 +67,7 @@ def _result(x: Any, w: Any, *, request: Request, choice: Choice) -> Any:
     return x.update(shape=(shape.batch, rows, shape.n), dtype=request.dtype, weak_type=False)
 
 
-collective_matmul_p.def_abstract_eval(_result)
+collective_matmul_p.def_abstract_eval(_results)
 
 
 def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
@@ -70,6 +82,7 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
         "lead": plan.lead,
         "transport": TRANSPORTS.index(plan.transport),
         "pushers": plan.pushers,
+        "copiers": plan.copiers,
         "few_rows": int(plan.few_rows),
         "timeout_ms": settings.timeout_ms,
         "workers": settings.workers,
@@ -82,7 +95,7 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def _lower_for(target: str | None) -> Callable[..., Any]:
-    def lower(x: jax.Array, w: jax.Array, *, request: Request, choice: Choice) -> Any:
+    def lower(x: jax.Array, w: jax.Array, *z: jax.Array, request: Request, choice: Choice) -> Any:
         team, plan = request.team, choice.plan
         if plan is None or plan.target != target:
             raise NotImplementedError(
@@ -95,15 +108,15 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             # rank there.
             index = lax.axis_index(team.other_axes) if team.other_axes else 0
             operands.append(jnp.stack([jnp.int32(index), lax.axis_index(team.axis_name)]))
-        result = _result(jax.typeof(x), jax.typeof(w), request=request, choice=choice)
-        return jax.ffi.ffi_call(f"entwine_{request.op}", result)(*operands, **_attributes(request, plan))
+        results = _results(*map(jax.typeof, (x, w, *z)), request=request, choice=choice)
+        return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *z, **_attributes(request, plan))
 
     return lower
 
 
-mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for(None), multiple_results=False))
-mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("host"), multiple_results=False), platform="cpu")
-mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("sm90"), multiple_results=False), platform="cuda")
+mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for(None), multiple_results=True))
+mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("host"), multiple_results=True), platform="cpu")
+mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("sm90"), multiple_results=True), platform="cuda")
 
 
 _REFERENCE = {
@@ -113,18 +126,23 @@ _REFERENCE = {
 }
 
 
-def on_xla(request: Request, choice: Choice, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product in lax, with JAX's own derivatives and batching."""
-    team, dtype = request.team, request.dtype
+def on_xla(request: Request, choice: Choice, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The product in lax, with JAX's own derivatives and batching; and all of all-gather's x if the request gathers."""
+    team, dtype, whole = request.team, request.dtype, None
     if team.platform == "cpu" and team.loose_axes and dtype in (jnp.bfloat16, jnp.float16):
         # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
         dtype = np.dtype(np.float32)
     options: dict[str, Any] = {"transpose_w": request.transpose_w, "dtype": dtype, "precision": request.precision}
-    if team.size == 1 and request.op != "matmul_all_reduce":  # whose psum also tells JAX that y is the same everywhere
+    if request.gathers:
+        whole = _reference.named(x if team.size == 1 else _reference.gather(x, team.axis_name))
+        y = _reference.matmul(whole, w, **options)
+    elif (
+        team.size == 1 and request.op != "matmul_all_reduce"
+    ):  # whose psum also tells JAX that y is the same everywhere
         y = _reference.matmul(x, w, **options)
     else:
         y = _REFERENCE[request.op](x, w, team.axis_name, **options)
-    return note(y.astype(request.dtype), jax.typeof(x), jax.typeof(w), (request, choice))
+    return note(y.astype(request.dtype), jax.typeof(x), jax.typeof(w), (request, choice)), whole
 
 
 # Leaves a word to `explain` where a product is XLA's.

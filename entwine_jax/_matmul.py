@@ -93,9 +93,8 @@ def collective_matmul(
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
-        y = _ops.on_ranks(
-            _checks.op_inside(OP, names, spec), x, w, names, preferred_element_type, precision, strategy, config
-        )
+        op = _checks.op_inside(OP, names, spec)
+        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config)[0]
     elif manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
@@ -159,7 +158,7 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
     }[op]
     place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
     x, w = _lowering.vary(x, w, ())
-    y: jax.Array = _products.product(call, place, x, w, None)
+    y: jax.Array = _placed_product(call, place, x, w)
     return y
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,44 @@ from ._team import Team
 AxisName = str | Sequence[str]
 
 
+@overload
 def all_gather_matmul(
     x: ArrayLike,
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    return_gathered: Literal[False] = False,
+    residuals: str = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> jax.Array: ...
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[True],
+    residuals: str = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    *,
+    return_gathered: bool = False,
+    residuals: str = "regather",
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
     config: Config | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``y = all_gather(x) @ w``, the gather running while the product does. For use inside ``jax.shard_map``.
 
     The column-parallel matmul of a tensor-parallel layer, in lax::
@@ -45,17 +73,26 @@ def all_gather_matmul(
     ======  ====================  ==================================  =====================
 
     ``x`` and ``w`` may also be replicated over the axis, or vary over other axes of the mesh. Differentiable any number
-    of times in reverse: ``dx`` is ``matmul_reduce_scatter(dy, w.T)`` without a copy of ``w``, ``dw`` is XLA's own
-    ``all_gather(x).T @ dy``. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its
-    columns.
+    of times in reverse: ``dx`` is ``matmul_reduce_scatter(dy, w.T)`` without a copy of ``w``, and the same kernel
+    gathers x again beside it, so that ``dw = all_gather(x).T @ dy`` is a plain dot without a collective of its own.
+    Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
 
-    For policies of ``jax.checkpoint``: on XLA the gathered x is named ``"entwine_gathered"``; fused, it is nowhere
-    whole, and x itself is what to save.
+    Other products with the same rows need no gather of their own::
+
+        up, rows = all_gather_matmul(x, w_up, axis_name, return_gathered=True)
+        gate = rows @ w_gate
 
     Args:
       x: the rank's rows; leading dimensions are a batch.
       w: the rank's columns, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
+        differentiable as well.
+      residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
+        the gathered x, t times as large, which spares the backward pass the link (and is done anyway where x has no
+        gradient, as in a first layer). It is named ``"entwine_gathered"``
+        for policies of ``jax.checkpoint``, as what is gathered on XLA always is. With ``return_gathered=True`` the
+        gathered x is there anyway, and kept.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
       precision: as in ``jnp.matmul``.
       strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
@@ -64,7 +101,7 @@ def all_gather_matmul(
       config: overrides for the fused schedule.
 
     Returns:
-      y. Products are summed in float32 under ``"fused"`` and rounded to y's dtype once.
+      y, or ``(y, all_gather(x))``. Products are summed in float32 under ``"fused"`` and rounded to y's dtype once.
 
     With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
     of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
@@ -79,7 +116,12 @@ def all_gather_matmul(
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
     """
-    return on_ranks("all_gather_matmul", x, w, axis_name, preferred_element_type, precision, strategy, config)
+    op = "all_gather_matmul"
+    saves = _config.saves(op, residuals)
+    y, gathered = on_ranks(
+        op, x, w, axis_name, preferred_element_type, precision, strategy, config, bool(return_gathered), saves
+    )
+    return y if gathered is None else (y, gathered)
 
 
 def matmul_reduce_scatter(
@@ -108,8 +150,8 @@ def matmul_reduce_scatter(
 
     ``m`` must be a multiple of ``t``. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the
     same), or vary over other axes of the mesh. Differentiable any number of times in reverse: ``dx`` is
-    ``all_gather_matmul(dy, w.T)`` without a copy of ``w``, ``dw`` is XLA's own ``x.T @ all_gather(dy)``. Under ``vmap``
-    a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
+    ``all_gather_matmul(dy, w.T)`` without a copy of ``w``, and ``dw = x.T @ all_gather(dy)`` a plain dot with what that
+    has gathered. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
 
     Args:
       x: the rank's part of the contraction; leading dimensions are a batch.
@@ -141,7 +183,8 @@ def matmul_reduce_scatter(
 
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
-    return on_ranks("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, precision, strategy, config)
+    op = "matmul_reduce_scatter"
+    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config)[0]
 
 
 def matmul_all_reduce(
@@ -206,7 +249,8 @@ def matmul_all_reduce(
 
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
-    return on_ranks("matmul_all_reduce", x, w, axis_name, preferred_element_type, precision, strategy, config)
+    op = "matmul_all_reduce"
+    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config)[0]
 
 
 def on_ranks(
@@ -218,18 +262,25 @@ def on_ranks(
     precision: Any,
     strategy: str | None,
     config: Config | None,
-) -> jax.Array:
-    """An op by its name, inside a manual shard_map."""
+    gathers: bool = False,
+    saves: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """An op by its name, inside a manual shard_map.
+
+    With `gathers`, an all-gather's gathered x too; with `saves` it keeps that for the weight gradient.
+    """
     x, w = _checks.arrays(op, x, w)
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
     _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
     operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
-    request = Request(op, team, False, dtype, precision, settings)
+    request = Request(op, team, False, dtype, precision, settings, gathers, saves)
     x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
-    leading, matrix = x.shape[:-2], x.shape[-2:]
-    y = _matmul(request, x.reshape(math.prod(leading), *matrix), w)
-    return y.reshape(*leading, *y.shape[1:])
+    leading = x.shape[:-2]
+    y, gathered = _run(request, _flat(x), w)
+    return y.reshape(*leading, *y.shape[1:]), gathered if gathered is None else gathered.reshape(
+        *leading, *gathered.shape[1:]
+    )
 
 
 def of_shards(
@@ -239,62 +290,128 @@ def of_shards(
 
     If a and b are of different dtypes, `dtype` is what a gradient is wanted in, and the product is taken in theirs.
     """
-    leading, matrix = a.shape[:-2], a.shape[-2:]
-    a = a.reshape(math.prod(leading), *matrix)
     request = Request(op, team, transpose_b, dtype, precision, settings)
+    a, leading = _flat(a), a.shape[:-2]
     if a.dtype != b.dtype:
-        operand = _operand(_strategy.choose(request, a.astype(b.dtype), b), b, a.dtype)
+        operand = _operand(_strategy.choose(request, a.astype(b.dtype), b), b.dtype, a.dtype)
         a, b, request = a.astype(operand), b.astype(operand), dataclasses.replace(request, dtype=operand)
-    y = _matmul(request, a, b)
+    y = _run(request, a, b)[0]
     return y.reshape(*leading, *y.shape[1:]).astype(dtype)
 
 
-def _matmul(request: Request, x: jax.Array, w: jax.Array) -> jax.Array:
-    """x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes."""
+def gradients_of_shards(
+    op: str, team: Team, y: jax.Array, w: jax.Array, x: jax.Array, precision: Any, settings: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """Both gradients of x @ w, on a rank's shards as a front end has spread them, in the dtypes of x and w.
+
+    y is the cotangent; `op` takes dx = y @ w.T, and gathers beside it what dw = x.T @ y needs: all the team's rows.
+    """
+    request = Request(op, team, True, w.dtype, precision, settings)
+    operand = _operand(_strategy.choose(request, _flat(y).astype(w.dtype), w), w.dtype, y.dtype)
+    request = dataclasses.replace(request, dtype=operand)
+    dx, dw = _gradients(request, *(v.astype(operand) for v in (_flat(y), w, _flat(x))))
+    return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """Leading dimensions as one batch."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def _run(
+    request: Request, x: jax.Array, w: jax.Array, z: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """y, and the gathered array if `request.gathers`: all of x (all-gather) or of z (reduce-scatter).
+
+    x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does.
+    """
     choice = _strategy.choose(request, x, w)
+    if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
+        y = _run(dataclasses.replace(request, gathers=False), x, w)[0]
+        return y, _reference.gather(z, request.team.axis_name)
     if choice.strategy == "fused":
-        y: jax.Array = _fused(request, choice, x, w)
-        return y
+        results: tuple[jax.Array, jax.Array | None] = _fused_inline(request, choice, x, w, z)
+        return results
     return _lowering.on_xla(request, choice, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(request: Request, choice: Choice, x: jax.Array, w: jax.Array) -> jax.Array:
-    y: jax.Array = _lowering.collective_matmul_p.bind(x, w, request=request, choice=choice)
-    return y
+def _fused(
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    operands = (x, w) if z is None else (x, w, z)
+    results = _lowering.collective_matmul_p.bind(*operands, request=request, choice=choice)
+    return results[0], results[1] if request.gathers else None
 
 
-def _forward(
-    request: Request, choice: Choice, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _fused(request, choice, x, w), (x, w)
+def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
+    """Keeps only what the gradients that are wanted need: w for dx; for dw x, or all of x where that is at hand, or
+    where there will be no dx beside which to gather it.
+
+    What isn't kept is an empty array in its place: JAX may trace this once more, with other gradients wanted, and mixes
+    up residuals of different structure.
+    """
+    whole = request.gathers or request.saves or not x.perturbed
+    whole = whole and w.perturbed and request.op == "all_gather_matmul"
+    run = dataclasses.replace(request, gathers=request.gathers or whole)
+    if run.gathers and choice.plan is not None:
+        choice = dataclasses.replace(choice, plan=dataclasses.replace(choice.plan, few_rows=False))
+    y, gathered = _fused_inline(run, choice, x.value, w.value, None if z is None else z.value)
+    if request.op == "all_gather_matmul" and gathered is not None:
+        gathered = _reference.named(gathered)
+    nothing = jnp.zeros((0,), x.value.dtype)
+    kept = (
+        x.value if w.perturbed and not whole else nothing,
+        w.value if x.perturbed else nothing,
+        gathered if whole else nothing,
+    )
+    return (y, gathered if request.gathers else None), kept
 
 
 # The op that is dx of another.
 _OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 
 
-def _backward(
-    request: Request, choice: Choice, saved: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
-    operand = _operand(choice, w, dy.dtype)
-    dy = dy.astype(operand)
+def _backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> Any:
+    dy, d_gathered = (None if isinstance(d, jax.custom_derivatives.SymbolicZero) else d for d in cotangents)
+    dx = dw = dz = None
+    if dy is not None:
+        x, w, gathered = (v if v.size else None for v in kept)
+        dx, dw = _from_dy(request, choice, dy, x, w, gathered, kept[0].dtype)
+    if d_gathered is not None:
+        back = _reference.gather_gradient(d_gathered, request.team.axis_name)
+        if request.op == "matmul_reduce_scatter":
+            dz = back
+        else:
+            dx = back if dx is None else dx + back
+    return dx, dw, dz
+
+
+def _from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered: Any, dtype: Any) -> tuple[Any, Any]:
+    """dx and dw, in `dtype`, of what `_forward` has kept the operands for."""
+    operand, axis_name = _operand(choice, dtype, dy.dtype), request.team.axis_name
+    dy, x, w, gathered = (None if v is None else v.astype(operand) for v in (dy, x, w, gathered))
+    transpose, precision = not request.transpose_w, request.precision
+    dx = dw = None
     if request.op == "matmul_all_reduce":
-        dy = _of_every_rank(dy, x, request.team.axis_name)
-        dx = _reference.matmul(
-            dy, w.astype(operand), transpose_w=not request.transpose_w, dtype=operand, precision=request.precision
-        )
+        dy = _of_every_rank(dy, w if x is None else x, axis_name)
+        if w is not None:
+            dx = _reference.matmul(dy, w, transpose_w=transpose, dtype=operand, precision=precision)
+        if x is not None:
+            dw = _reference.weight_gradient(x, dy, precision=precision)
     else:
-        to_dx = dataclasses.replace(request, op=_OTHER[request.op], transpose_w=not request.transpose_w, dtype=operand)
-        dx = _matmul(to_dx, dy, w.astype(operand))
-    dw = _reference.weight_gradient(
-        request.op, x.astype(operand), dy, request.team.axis_name, precision=request.precision
-    )
-    return dx.astype(x.dtype), (dw.T if request.transpose_w else dw).astype(w.dtype)
-
-
-_fused.defvjp(_forward, _backward)
+        to_dx = Request(_OTHER[request.op], request.team, transpose, operand, precision, request.settings)
+        if w is not None and x is not None:
+            dx, dw = _gradients(to_dx, dy, w, x)
+        elif w is not None:
+            dx = _run(to_dx, dy, w)[0]
+        elif x is not None:  # of a reduce-scatter; without a product to hide behind, the gather is XLA's own
+            dw = _reference.weight_gradient(x, _reference.gather(dy, axis_name), precision=precision)
+        if gathered is not None:
+            dw = _reference.weight_gradient(gathered, dy, precision=precision)
+    if dw is not None and request.transpose_w:
+        dw = dw.T
+    return None if dx is None else dx.astype(dtype), None if dw is None else dw.astype(dtype)
 
 
 def _of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
@@ -306,29 +423,67 @@ def _of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> j
     return summed
 
 
-def _operand(choice: Choice, w: jax.Array, cotangent: Any) -> Any:
-    """What a gradient's product is taken in. The fused kernels multiply bfloat16: a float32 cotangent is rounded for
-    them. (float16 has not the range for that.)"""
-    rounds = w.dtype == jnp.bfloat16 and choice.strategy == "fused"
-    return w.dtype if rounds else jnp.promote_types(cotangent, w.dtype)
+# Symbolic zeros tell which gradients are wanted, and that nobody has used the gathered array.
+_fused.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
-    """A batch of x joins x's own; a batch of w joins its columns; batches of both are taken one by one."""
-    (x, w), (x_dim, w_dim) = args, dims
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _fused_inline(
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """In a trace of its own, since shard_map outside of jit knows no symbolic zeros."""
+    results: tuple[jax.Array, jax.Array | None] = _fused(request, choice, x, w, z)
+    return results
+
+
+def _gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dx and dw from one call: what dw needs of the peers is gathered beside dx's product."""
+    to_dx = dataclasses.replace(to_dx, gathers=True)
+    if to_dx.op == "matmul_reduce_scatter":
+        dx, rows = _run(to_dx, dy, w, x)
+        assert rows is not None
+        return dx, _reference.weight_gradient(rows, dy, precision=to_dx.precision)
+    dx, rows = _run(to_dx, dy, w)
+    assert rows is not None
+    return dx, _reference.weight_gradient(x, rows, precision=to_dx.precision)
+
+
+def _operand(choice: Choice, dtype: Any, cotangent: Any) -> Any:
+    """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply bfloat16: a float32
+    cotangent is rounded for them. (float16 has not the range for that.)"""
+    rounds = dtype == jnp.bfloat16 and choice.strategy == "fused"
+    return dtype if rounds else jnp.promote_types(cotangent, dtype)
+
+
+def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[list[Any], list[int]]:
+    """A batch of x joins x's own, and one of z z's; a batch of w joins its columns; batches of both x and w are taken
+    one by one."""
+    size = next(v.shape[dim] for v, dim in zip(args, dims, strict=True) if dim is not None)
+    x, w, *z = (v if dim is None else jnp.moveaxis(v, dim, 0) for v, dim in zip(args, dims, strict=True))
     bind = functools.partial(_lowering.collective_matmul_p.bind, **params)
-    if w_dim is None:
-        x = jnp.moveaxis(x, x_dim, 0)  # type: ignore[arg-type]
-        y = bind(x.reshape(-1, *x.shape[2:]), w)
-        return y.reshape(*x.shape[:2], *y.shape[1:]), 0
-    if x_dim is None:
-        columns = 0 if params["request"].transpose_w else 1
-        w = jnp.moveaxis(w, w_dim, columns)
-        many, n = w.shape[columns : columns + 2]
-        y = bind(x, lax.collapse(w, columns, columns + 2))
-        return y.reshape(*y.shape[:2], many, n), 2
-    x, w = jnp.moveaxis(x, x_dim, 0), jnp.moveaxis(w, w_dim, 0)
-    return lax.map(lambda pair: bind(*pair), (x, w)), 0
+    x_batched, w_batched, *z_batched = (dim is not None for dim in dims)
+    if x_batched and w_batched:
+        z = [v if batched else jnp.broadcast_to(v, (size, *v.shape)) for v, batched in zip(z, z_batched, strict=True)]
+        results = lax.map(lambda operands: bind(*operands), (x, w, *z))
+        return results, [0] * len(results)
+    request: Request = params["request"]
+    columns = 0 if request.transpose_w else 1
+    if w_batched:
+        w = lax.collapse(jnp.moveaxis(w, 0, columns), columns, columns + 2)
+    rows = ((x, x_batched), *zip(z, z_batched, strict=True))
+    x, *z = (v.reshape(-1, *v.shape[2:]) if batched else v for v, batched in rows)
+    y, *gathered = bind(x, w, *z)
+    y_dim = 0
+    if x_batched:
+        y = y.reshape(size, -1, *y.shape[1:])
+    elif w_batched:
+        y, y_dim = y.reshape(*y.shape[:2], size, -1), 2
+    else:
+        y = jnp.broadcast_to(y, (size, *y.shape))
+    # All results are batched: vmap of a custom_vjp sums the cotangent of one that isn't once too often (JAX 0.11.2).
+    many = rows[-1][1]
+    gathered = [v.reshape(size, -1, *v.shape[1:]) if many else jnp.broadcast_to(v, (size, *v.shape)) for v in gathered]
+    return [y, *gathered], [y_dim, *[0] * len(gathered)]
 
 
 batching.primitive_batchers[_lowering.collective_matmul_p] = _batch

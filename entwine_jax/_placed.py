@@ -58,6 +58,35 @@ def product(call: Call, place: Place, a: jax.Array, b: jax.Array) -> jax.Array:
     return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
 
 
+def gradients(
+    calls: tuple[Call, Call], place: Place, dy: jax.Array, w: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """dx and dw of y = x @ w, the products of the calls: as one, if what dw needs can be gathered beside dx."""
+    to_x, to_w = calls
+    of_x, of_w = layout(to_x, place, dy, w), layout(to_w, place, x, dy)
+    team = _team.along(of_x.team, place.sizes, place.axes, "") if of_x.team else None
+    if _spread.gradients_of_rank(to_x, to_w, of_x, of_w, team) is None:
+        return product(to_x, place, dy, w), product(to_w, place, x, dy)
+    specs = tuple(_partition_spec(spec) for spec in (*of_x.operands, of_x.result))
+    results = _partition_spec(of_x.result), _partition_spec(of_w.result)
+    if place.explicit:
+        dy, w, x = (_move(place, v, spec) for v, spec in zip((dy, w, x), specs, strict=True))
+
+    def rank(dy: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dy, w = _lowering.vary(dy, w, of_x.team)
+        dy, x = _lowering.vary(dy, x, of_x.team)
+        dy, w = _lowering.vary(dy, w, of_x.team)
+        work = _spread.gradients_of_rank(to_x, to_w, of_x, of_w, _team.resolve("collective_matmul", of_x.team))
+        assert work is not None
+        return work(dy, w, x)
+
+    dx, dw = jax.shard_map(rank, mesh=place.mesh, in_specs=specs, out_specs=results, axis_names={*place.axes})(dy, w, x)
+    if place.explicit:
+        wanted = dict(place.specs)
+        dx, dw = _move(place, dx, wanted["x"]), _move(place, dw, wanted["w"])
+    return dx, dw
+
+
 def _move(place: Place, array: jax.Array, spec: PartitionSpec) -> jax.Array:
     moved: jax.Array = jax.sharding.reshard(array, NamedSharding(place.mesh, spec))
     return moved

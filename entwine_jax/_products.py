@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _partitioning, _placed
 from ._placed import Place
@@ -22,21 +23,79 @@ def _primal(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: j
 product: Any = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 
 
-def _forward(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: jax.Array | None) -> Any:
-    return product(call, place, a, b, like), (a, b)
+def _forward(call: Call, place: Place | None, a: Any, b: Any, like: Any) -> Any:
+    """Whether a gradient is wanted at all goes with the residuals, as the size of an empty or non-empty array: JAX may
+    trace this once more with others wanted, and mixes up residuals of different structure."""
+    wanted = tuple(jnp.zeros((int(v.perturbed),)) for v in (a, b))
+    return product(call, place, a.value, b.value, None if like is None else like.value), (a.value, b.value, wanted)
 
 
-def _backward(call: Call, place: Place | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
+def _backward(call: Call, place: Place | None, kept: Any, cotangent: Any) -> Any:
+    a, b, wanted = kept
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None, None, None
     operands = OPERANDS[call.product]
-    known = dict(zip(operands, saved, strict=True)) | {call.product: cotangent}
+    known = {operands[0]: a, operands[1]: b, call.product: cotangent}
+    if call.product == "y" and all(v.size for v in wanted):
+        return *gradients(call, place, cotangent, b, a), None
 
     def gradient(name: str) -> jax.Array:
-        to = dataclasses.replace(call, product=name, dtype=known[name].dtype)
-        a, b = (known[other] for other in OPERANDS[name])
-        made: jax.Array = product(to, place, a, b, None if place is not None else known[name])
+        like = None if place is not None else known[name]
+        made: jax.Array = product(_to(call, name, known[name]), place, *(known[v] for v in OPERANDS[name]), like)
         return made
 
-    return gradient(operands[0]), gradient(operands[1]), None
+    return *(gradient(name) if v.size else None for name, v in zip(operands, wanted, strict=True)), None
 
 
-product.defvjp(_forward, _backward)
+# Symbolic zeros tell which gradients are wanted: one call that gives both isn't dead while one is used.
+product.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _to(call: Call, name: str, like: Any) -> Call:
+    return dataclasses.replace(call, product=name, dtype=like.dtype)
+
+
+def _both(call: Call, place: Place | None, dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+    """dx and dw of y = x @ w: what dw needs of the team's rows is gathered beside dx, where shardings allow that."""
+    calls = _to(call, "x", x), _to(call, "w", w)
+
+    @jax.custom_batching.custom_vmap
+    def both(dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+        if place is None:
+            return _partitioning.gradients(calls, dy, w, x)
+        return _placed.gradients(calls, place, dy, w, x)
+
+    # One by one they have batching rules. Both results are batched: vmap of a custom_vjp sums the cotangent of one that
+    # isn't once too often (JAX 0.11.2).
+    @both.def_vmap
+    def batched(size: int, is_batched: list[bool], *operands: jax.Array) -> Any:
+        def each(dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+            like = (None, None) if place is not None else (x, w)
+            return _primal(calls[0], place, dy, w, like[0]), _primal(calls[1], place, x, dy, like[1])
+
+        axes = tuple(0 if batch else None for batch in is_batched)
+        return jax.vmap(each, axes, axis_size=size)(*operands), (True, True)
+
+    return both(dy, w, x)
+
+
+gradients: Any = jax.custom_vjp(_both, nondiff_argnums=(0, 1))
+
+
+def _forward_both(call: Call, place: Place | None, dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+    return gradients(call, place, dy, w, x), (dy, w, x)
+
+
+def _backward_both(call: Call, place: Place | None, kept: Any, cotangents: Any) -> Any:
+    """Of dx = dy @ w.T and dw = x.T @ dy."""
+    (dy, w, x), (d_dx, d_dw) = kept, cotangents
+
+    def made(name: str, like: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        result: jax.Array = product(_to(call, name, like), place, a, b, None if place is not None else like)
+        return result
+
+    d_dy = made("y", dy, d_dx, w) + made("y", dy, x, d_dw)
+    return d_dy, made("w", w, d_dx, dy), made("x", x, dy, d_dw)
+
+
+gradients.defvjp(_forward_both, _backward_both)

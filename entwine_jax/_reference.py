@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -21,8 +22,7 @@ def matmul(x: jax.Array, w: jax.Array, *, transpose_w: bool, dtype: Any, precisi
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
 ) -> jax.Array:
-    gathered = checkpoint_name(gather(x, axis_name), GATHERED)
-    return matmul(gathered, w, transpose_w=transpose_w, dtype=dtype, precision=precision)
+    return matmul(named(gather(x, axis_name)), w, transpose_w=transpose_w, dtype=dtype, precision=precision)
 
 
 def matmul_reduce_scatter(
@@ -42,6 +42,12 @@ def matmul_all_reduce(
     return summed
 
 
+def named(gathered: jax.Array) -> jax.Array:
+    """So that policies of jax.checkpoint know it."""
+    known: jax.Array = checkpoint_name(gathered, GATHERED)
+    return known
+
+
 def gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
     """The team's rows; XLA's own collectives refuse empty arrays."""
     if x.size == 0:
@@ -50,11 +56,18 @@ def gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
     return gathered
 
 
-def weight_gradient(op: str, x: jax.Array, g: jax.Array, axis_name: AxisNames, *, precision: Any) -> jax.Array:
-    """dw (k, n) from x and the cotangent of the result, summed over batch and rows; in x's dtype, as JAX's own dot."""
-    if op == "all_gather_matmul":
-        x = gather(x, axis_name)
-    elif op == "matmul_reduce_scatter":
-        g = gather(g, axis_name)
-    summed = (((0, 1), (0, 1)), ((), ()))
-    return lax.dot_general(x, g, summed, precision=precision, preferred_element_type=x.dtype)
+def gather_gradient(g: jax.Array, axis_name: AxisNames) -> jax.Array:
+    """The gradient of what was gathered, from that of the whole."""
+    if g.size == 0:
+        return g.reshape(g.shape[0], g.shape[1] // lax.axis_size(axis_name), g.shape[2])
+    scattered: jax.Array = lax.psum_scatter(g, axis_name, scatter_dimension=1, tiled=True)
+    return scattered
+
+
+def weight_gradient(x: jax.Array, g: jax.Array, *, precision: Any) -> jax.Array:
+    """dw (k, n) of y = x @ w from all rows of x and of y's cotangent; in their dtype, as JAX's own dot."""
+    rows = tuple(range(x.ndim - 1))
+    dtype = jnp.promote_types(x.dtype, g.dtype)
+    return lax.dot_general(
+        x.astype(dtype), g.astype(dtype), ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
+    )

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _ops, _team
+from . import _ops, _reference, _team
 from ._config import Settings
-from ._selection import OPERANDS, Layout
+from ._selection import OPERANDS, Layout, Spec
 from ._team import Team
 
 
@@ -38,18 +38,13 @@ def abstract(call: Call, a: Any, b: Any) -> tuple[int, ...]:
 
 def whole(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product itself, as one dot."""
-    wide = call.dtype
     if call.product == "w":
-        rows = tuple(range(a.ndim - 1))
-        contracted = (rows, rows)
-        wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
-    else:
-        contracted = ((a.ndim - 1,), (0 if call.product == "y" else 1,))
+        return _reference.weight_gradient(a, b, precision=call.precision).astype(call.dtype)
+    contracted = (((a.ndim - 1,), (0 if call.product == "y" else 1,)), ((), ()))
     if a.dtype != b.dtype:
         operand = jnp.promote_types(a.dtype, b.dtype)
         a, b = a.astype(operand), b.astype(operand)
-    y: jax.Array = lax.dot_general(a, b, (contracted, ((), ())), precision=call.precision, preferred_element_type=wide)
-    return y.astype(call.dtype)
+    return lax.dot_general(a, b, contracted, precision=call.precision, preferred_element_type=call.dtype)
 
 
 def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -66,6 +61,36 @@ def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Arr
         return lax.psum(y, layout.summed) if layout.summed else y
 
     return dot
+
+
+Gradients = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def gradients_of_rank(to_x: Call, to_w: Call, x: Layout, w: Layout, team: Team | None) -> Gradients | None:
+    """One rank's work for both gradients of a product on its shards, (dy, w, x) -> (dx, dw), if one call can do it.
+
+    That is so if dx is a collective matmul, and dw needs just what that call can gather beside: all rows of x, or
+    of dy. `x` and `w` are the gradients' layouts; x itself then lies as dx does.
+    """
+    if x.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return None
+    (dy, _), dx = x.operands, x.result
+    gathered = _gathered(dx, x.team), _gathered(dy, x.team)
+    if w.operands != ((gathered[0], dy) if x.op == "matmul_reduce_scatter" else (dx, gathered[1])):
+        return None
+    assert team is not None
+
+    def both(dy: jax.Array, w_: jax.Array, x_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dx, dw = _ops.gradients_of_shards(x.op, team, dy, w_, x_, to_x.precision, to_x.settings)
+        return dx, lax.psum(dw, w.summed) if w.summed else dw
+
+    return both
+
+
+def _gathered(spec: Spec, team: tuple[str, ...]) -> Spec:
+    """How an array lies when the team, the minor axes of its rows, has gathered them."""
+    *leading, rows, columns = spec
+    return (*leading, rows[: len(rows) - len(team)], columns)
 
 
 def check(call: Call, layout: Layout) -> None:

@@ -34,6 +34,8 @@ class Request:
     dtype: np.dtype[Any]  # of the result
     precision: Any
     settings: Settings
+    gathers: bool = False  # also returns a gathered array: all of x, or reduce-scatter's third operand
+    saves: bool = False  # all-gather keeps the gathered x for its weight gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Plan:
     lead: int
     transport: str
     pushers: int
+    copiers: int
     few_rows: bool  # sm90: the kernels for few rows, to which the numbers above mean nothing
 
 
@@ -168,6 +171,15 @@ def _rows(request: Request, shape: Sizes) -> int:
     return request.team.size * shape.batch * shape.m_shard - shape.missing
 
 
+def gather_obstacle(request: Request, z: jax.Array) -> str | None:
+    """Why a fused reduce-scatter can't gather z beside its product, None if it can."""
+    if z.size == 0:
+        return "it is empty"
+    if request.team.platform == "cuda" and z.shape[-1] * z.dtype.itemsize % _PITCH_BYTES:
+        return f"a row of it is {z.shape[-1]} x {z.dtype.itemsize} bytes, not a multiple of {_PITCH_BYTES}"
+    return None
+
+
 @functools.cache
 def _peer_obstacle() -> str | None:
     return _core.peer_access([device.local_hardware_id for device in jax.local_devices(backend="cuda")]) or None
@@ -203,7 +215,8 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
         lead=pick(config.lead, made["lead"]),
         transport=config.transport or TRANSPORTS[made["transport"]],
         pushers=pick(config.pushers, made["pushers"]),
-        few_rows=few_rows,
+        copiers=pick(config.copiers, made["copiers"]),
+        few_rows=few_rows and not request.gathers,
     )
 
 
@@ -212,8 +225,8 @@ def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]
     return _core.predict(request.op, **_geometry(request, x, w), out_bytes=request.dtype.itemsize)
 
 
-def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array) -> int:
-    """Peer memory that the call needs on each rank; calls of one team share it."""
+def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array, z: jax.Array | None = None) -> int:
+    """Peer memory that the call needs on each rank; calls of one team share it. z is gathered beside."""
     return _core.arena_bytes(
         request.op,
         **_geometry(request, x, w),
@@ -222,6 +235,7 @@ def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array) -> int
         few_rows=plan.few_rows,
         element_bytes=(x.dtype if request.op == "all_gather_matmul" else request.dtype).itemsize,
         parts=_PARTS[plan.target],
+        beside=(0, 0, 0) if z is None else (z.shape[0], z.shape[1], z.shape[2] * z.dtype.itemsize),
     )
 
 

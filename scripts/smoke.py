@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 RANKS = 4
 TARGETS = {"entwine_all_gather_matmul", "entwine_matmul_reduce_scatter", "entwine_matmul_all_reduce"}
@@ -48,11 +49,12 @@ def check_matmuls() -> None:
     x = random.integers(-4, 5, (m, k * RANKS)).astype(np.float32)
     w = random.integers(-4, 5, (k * RANKS, n * RANKS)).astype(np.float32)
     mesh = jax.make_mesh((RANKS,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
-    for op, x_spec, w_spec, y_spec in [
+    cases: list[tuple[Any, P, P, P]] = [
         (entwine_jax.all_gather_matmul, P("t", None), P(None, "t"), P(None, "t")),
         (entwine_jax.matmul_reduce_scatter, P(None, "t"), P("t", None), P("t", None)),
         (entwine_jax.matmul_all_reduce, P(None, "t"), P("t", None), P()),
-    ]:
+    ]
+    for op, x_spec, w_spec, y_spec in cases:
         per_shard = functools.partial(op, axis_name="t", strategy="fused")
         y = jax.jit(jax.shard_map(per_shard, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec))(x, w)
         np.testing.assert_array_equal(np.asarray(y), x @ w)

@@ -96,11 +96,28 @@ def test_all_reduce():
 
 def test_table():
     lines = repr(entwine_jax.explain(layer("fused"), *ARGS)).splitlines()
-    assert lines[0].split() == ["op", "x", "w", "y", "axis", "strategy", "arena", "plan", "why"]
+    assert lines[0].split() == ["op", "x", "w", "y", "gathered", "axis", "strategy", "arena", "plan", "why"]
     assert len(lines) == 3
     for word in ("all_gather_matmul", "float32[4,12]", "float32[12,6]", "float32[16,6]", "t:4", "fused", "asked for"):
         assert word in lines[1]
     assert repr(entwine_jax.explain(jnp.sin, 1.0)) == "no collective matmul"
+
+
+def test_what_is_gathered_beside():
+    """The backward pass gathers x beside dx's product, and what all-gather gathers can be a result."""
+    f = layer("fused")
+    backward = entwine_jax.explain(jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1, 2)), *ARGS)
+    assert [(m.op, m.transpose_w, m.gathered) for m in backward] == [
+        (OPS[0], False, None),
+        (OPS[1], False, None),
+        (OPS[0], True, (1, 16, 12)),
+        (OPS[1], True, (1, 16, 12)),
+    ]
+    plain, beside = backward[1], backward[3]
+    # Of the same shape, but for 12 words a source, one row block each, and two halves of three peers' chunks.
+    assert beside.arena_bytes > plain.arena_bytes
+    lines = repr(backward).splitlines()
+    assert "float32[16,12]" in lines[4] and "copiers 1" in lines[4] and "copiers" not in lines[1]
 
 
 def test_sequence_and_keywords():

@@ -44,8 +44,8 @@ def test_scan_and_remat(mode, policy):
         got = compiled(*args)
         found = collectives(compiled.as_text())
     assert_close(got, wanted)
-    # One forward layer, one backward with its rematerialised forward; dW gathers are XLA's own.
-    assert found["all-gather"] == 2 and not {"reduce-scatter", "collective-permute", "all-to-all"} & found.keys()
+    # One forward layer, one backward with its rematerialised forward; dW's rows are gathered beside.
+    assert not {"all-gather", "reduce-scatter", "collective-permute", "all-to-all"} & found.keys()
     assert found["entwine_all_gather_matmul"] == 3 and found["entwine_matmul_reduce_scatter"] == 2
 
 

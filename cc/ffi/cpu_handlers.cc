@@ -86,8 +86,8 @@ ffi::Error invalid(Op op, Words const&... words) {
   return failure(ffi::ErrorCode::kInvalidArgument, op, words...);
 }
 
-ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y) {
-  ffi::ErrorOr<Problem> problem = decode_problem(op, schedule::Target::kHost, a, x, w, y);
+ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers const& buffers) {
+  ffi::ErrorOr<Problem> problem = decode_problem(op, schedule::Target::kHost, a, buffers);
   if (problem.has_error()) return ffi::Unexpected(problem.error());
   auto in = element(problem->in), out = element(problem->out);
   if (!in || !out || (in != out && out != host::Element::kF32))
@@ -100,7 +100,7 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, ffi::An
     return ffi::Unexpected(
         invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
 
-  host::CallSpec spec{op_name(op), op, problem->geometry, problem->plan, problem->transpose_w, *in, *out};
+  host::CallSpec spec{op_name(op), op, problem->geometry, problem->plan, problem->transpose_w, *in, *out, problem->gathering};
   spec.workers = static_cast<uint32_t>(a.workers);
   spec.timeout = host::Timeout(a.timeout_ms);
   spec.stall_us = static_cast<uint32_t>(a.stall_us);
@@ -109,9 +109,9 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, ffi::An
 }
 
 // Puts the call in its team's hands; `promise` is kept when this rank's part is done.
-ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                 ffi::BufferR1<ffi::S32> where, ffi::AnyBuffer y, ffi::Promise promise) {
-  ffi::ErrorOr<host::CallSpec> spec = decode_spec(op, a, x, w, y);
+ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, Buffers const& buffers,
+                 ffi::BufferR1<ffi::S32> where, ffi::Promise promise) {
+  ffi::ErrorOr<host::CallSpec> spec = decode_spec(op, a, buffers);
   if (spec.has_error()) return spec.error();
   if (where.element_count() != 2) return invalid(op, "where must hold a team index and a rank");
   int64_t team = where.typed_data()[0], rank = where.typed_data()[1], teams = a.groups.size() / a.team_size;
@@ -128,7 +128,10 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, ff
   try {
     uint32_t r = static_cast<uint32_t>(rank);
     team_of({ids, ids + a.team_size})
-        .submit(r, site->next(run, team, r), *spec, {x.untyped_data(), w.untyped_data(), y.untyped_data()}, done);
+        .submit(r, site->next(run, team, r), *spec,
+                {buffers.x.untyped_data(), buffers.w.untyped_data(), buffers.y.untyped_data(), buffers.z_data(),
+                 buffers.gathered_data()},
+                done);
   } catch (std::bad_alloc const&) {
     return failure(ffi::ErrorCode::kResourceExhausted, op, "no memory for arenas with two halves of ",
                    spec->demand().staging_half, " bytes for each of ", a.team_size,
@@ -139,10 +142,12 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, ff
 
 template <Op op>
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::BufferR1<ffi::S32> where,
-                    ffi::Result<ffi::AnyBuffer> y, CallAttributes attributes) {
+                    ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also,
+                    CallAttributes attributes) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  ffi::Error error = start(op, site, run.run_id, attributes, x, w, where, *y, promise);
+  Buffers buffers{x, w, *y, optional_buffer(more, 0), optional_buffer(also, 0)};
+  ffi::Error error = start(op, site, run.run_id, attributes, buffers, where, promise);
   if (error.failure()) promise.SetError(error);
   return future;
 }
@@ -155,7 +160,9 @@ XLA_FFI_Error* execute_handler(XLA_FFI_CallFrame* frame) {
                              .Arg<ffi::AnyBuffer>()
                              .Arg<ffi::AnyBuffer>()
                              .Arg<ffi::BufferR1<ffi::S32>>()
+                             .RemainingArgs()
                              .Ret<ffi::AnyBuffer>()
+                             .RemainingRets()
                              .Attrs<CallAttributes>()
                              .To(execute<op>)
                              .release();

@@ -55,9 +55,8 @@ int ready_device(int device) {
   return ready[device] = multiprocessors;
 }
 
-ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                                     ffi::AnyBuffer y) {
-  ffi::ErrorOr<Problem> decoded = decode_problem(op, schedule::Target::kSm90, attributes, x, w, y);
+ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Buffers const& buffers) {
+  ffi::ErrorOr<Problem> decoded = decode_problem(op, schedule::Target::kSm90, attributes, buffers);
   if (!decoded) return ffi::Unexpected<ffi::Error>(decoded.error());
   Problem const& problem = *decoded;
   if (problem.in != ffi::DataType::BF16 || (problem.out != ffi::DataType::BF16 && problem.out != ffi::DataType::F32))
@@ -70,9 +69,12 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ff
   call.plan = problem.plan;
   call.transposed_w = problem.transpose_w;
   call.float_out = problem.out == ffi::DataType::F32;
-  call.x = x.untyped_data();
-  call.w = w.untyped_data();
-  call.y = y.untyped_data();
+  call.x = buffers.x.untyped_data();
+  call.w = buffers.w.untyped_data();
+  call.y = buffers.y.untyped_data();
+  call.gathering = problem.gathering;
+  call.z = buffers.z_data();
+  call.gathered = buffers.gathered_data();
   call.timeout_ns = static_cast<uint64_t>(attributes.timeout_ms) * 1'000'000;
   std::string why = sm90::unsupported(call);
   if (!why.empty()) return ffi::Unexpected<ffi::Error>(failed(op, why, ffi::ErrorCode::kUnimplemented));
@@ -81,7 +83,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, ff
 
 schedule::ArenaDemand demand_of(sm90::Call const& call) {
   uint32_t element_bytes = call.op != Op::kAllGatherMatmul && call.float_out ? 4 : 2;
-  return schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, element_bytes);
+  return schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, element_bytes, call.gathering);
 }
 
 ffi::ErrorOr<team::Team*> find_team(Op op, team::CliqueContext clique, CallAttributes const& attributes, int device) {
@@ -107,7 +109,8 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   auto x = arguments.get<ffi::AnyBuffer>(0), w = arguments.get<ffi::AnyBuffer>(1);
   auto y = results.get<ffi::AnyBuffer>(0);
   if (!x || !w || !y) return failed(op, "XLA gave Initialize no buffers", ffi::ErrorCode::kInternal);
-  auto call = decode_call(op, attributes, *x, *w, **y);
+  Buffers buffers{*x, *w, **y, optional_buffer(arguments, 2), optional_buffer(results, 1)};
+  auto call = decode_call(op, attributes, buffers);
   if (!call) return call.error();
   DeviceScope scope(device);
   int multiprocessors = ready_device(device);
@@ -123,8 +126,8 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
 
 template <Op op>
 ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Result<ffi::AnyBuffer> y, CallAttributes attributes) {
-  auto call = decode_call(op, attributes, x, w, *y);
+                   ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also, CallAttributes attributes) {
+  auto call = decode_call(op, attributes, {x, w, *y, optional_buffer(more, 0), optional_buffer(also, 0)});
   if (!call) return call.error();
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();
@@ -161,7 +164,9 @@ nanobind::dict stages() {
                                     .Ctx<ffi::DeviceOrdinal>()
                                     .Arg<ffi::AnyBuffer>()
                                     .Arg<ffi::AnyBuffer>()
+                                    .RemainingArgs()
                                     .Ret<ffi::AnyBuffer>()
+                                    .RemainingRets()
                                     .Attrs<CallAttributes>()
                                     .To(execute<op>, {ffi::Traits::kCmdBufferCompatible});
   auto capsule = [](XLA_FFI_Handler* handler) { return nanobind::capsule(reinterpret_cast<void*>(handler)); };

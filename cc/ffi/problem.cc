@@ -18,10 +18,51 @@ ffi::Unexpected<ffi::Error> invalid(schedule::Op op, Words const&... words) {
   return ffi::Unexpected(ffi::Error::InvalidArgument(text.str()));
 }
 
+// Row blocks of what is gathered are numbered in 24 bits.
+constexpr uint32_t kMaxGatheredBlocks = 1u << 24;
+
+// What is gathered: x of all-gather, with or without its whole as a result; z beside reduce-scatter.
+ffi::ErrorOr<schedule::Gathering> decode_gathering(schedule::Op op, schedule::Geometry const& g, Buffers const& buffers) {
+  bool gather = op == schedule::Op::kAllGatherMatmul;
+  auto const& z = buffers.z;
+  if (gather && z) return invalid(op, "it gathers x and no other array");
+  if (op == schedule::Op::kMatmulAllReduce && (z || buffers.gathered)) return invalid(op, "it gathers nothing beside");
+  if (!gather && z.has_value() != buffers.gathered.has_value())
+    return invalid(op, "z and its gathered whole come together, not one of them");
+  if (!gather && !z) return schedule::Gathering{};
+  ffi::AnyBuffer own = gather ? buffers.x : *z;
+  auto d = own.dimensions();
+  if (d.size() != 3) return invalid(op, "z must have rank 3, not ", d.size());
+  for (int64_t size : d)
+    if (size < 1 || size >= (int64_t{1} << 31))
+      return invalid(op, "z has a dimension of size ", size, ", which can't be gathered");
+  if (buffers.gathered) {
+    auto whole = buffers.gathered->dimensions();
+    if (whole.size() != 3 || whole[0] != d[0] || whole[1] != d[1] * g.ranks || whole[2] != d[2] ||
+        buffers.gathered->element_type() != own.element_type())
+      return invalid(op, "the gathered array must be (", d[0], ", ", d[1] * g.ranks, ", ", d[2], ") of the chunk's dtype");
+  }
+  schedule::Gathering gathering{static_cast<uint32_t>(d[0]), static_cast<uint32_t>(d[1]),
+                                static_cast<uint64_t>(d[2]) * ffi::ByteWidth(own.element_type()), g.tile_m};
+  if (uint64_t(gathering.batch) * gathering.batch_blocks() >= kMaxGatheredBlocks)
+    return invalid(op, "the gathered chunk has more row blocks than the limit of ", kMaxGatheredBlocks);
+  return gathering;
+}
+
 }  // namespace
 
-ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& a, ffi::AnyBuffer x,
-                                     ffi::AnyBuffer w, ffi::AnyBuffer y) {
+std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingArgs arguments, size_t index) {
+  auto buffer = arguments.get<ffi::AnyBuffer>(index);
+  return buffer ? std::optional(*buffer) : std::nullopt;
+}
+std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingRets results, size_t index) {
+  auto buffer = results.get<ffi::AnyBuffer>(index);
+  return buffer ? std::optional(**buffer) : std::nullopt;
+}
+
+ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& a,
+                                     Buffers const& buffers) {
+  ffi::AnyBuffer x = buffers.x, w = buffers.w, y = buffers.y;
   auto xd = x.dimensions(), wd = w.dimensions(), yd = y.dimensions();
   if (xd.size() != 3 || wd.size() != 2 || yd.size() != 3)
     return invalid(op, "x, w and the result must have ranks 3, 2 and 3, not ", xd.size(), ", ", wd.size(), " and ", yd.size());
@@ -41,10 +82,11 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (x.element_type() != w.element_type()) return invalid(op, "x and w must have one dtype");
   for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
-  if (a.tile_m < 1 || a.tile_n < 1 || a.raster < 1 || a.lead < 0 || a.pushers < 1 || a.transport < 0 || a.transport > 1 ||
-      a.few_rows < 0 || a.few_rows > 1)
+  if (a.tile_m < 1 || a.tile_n < 1 || a.raster < 1 || a.lead < 0 || a.pushers < 1 || a.copiers < 1 || a.transport < 0 ||
+      a.transport > 1 || a.few_rows < 0 || a.few_rows > 1)
     return invalid(op, "the plan (tile_m ", a.tile_m, ", tile_n ", a.tile_n, ", raster ", a.raster, ", lead ", a.lead,
-                   ", transport ", a.transport, ", pushers ", a.pushers, ", few_rows ", a.few_rows, ") is out of range");
+                   ", transport ", a.transport, ", pushers ", a.pushers, ", copiers ", a.copiers, ", few_rows ", a.few_rows,
+                   ") is out of range");
   auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
   schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), u32(a.tile_m), u32(a.tile_n)};
   if (replicate)
@@ -58,8 +100,11 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                       u32(a.lead),
                       static_cast<schedule::Transport>(a.transport),
                       u32(a.pushers),
-                      static_cast<schedule::Form>(a.few_rows)};
-  return Problem{op, g, plan, a.transpose_w != 0, x.element_type(), y.element_type()};
+                      static_cast<schedule::Form>(a.few_rows),
+                      u32(a.copiers)};
+  ffi::ErrorOr<schedule::Gathering> gathering = decode_gathering(op, g, buffers);
+  if (gathering.has_error()) return ffi::Unexpected(gathering.error());
+  return Problem{op, g, plan, a.transpose_w != 0, x.element_type(), y.element_type(), *gathering};
 }
 
 }  // namespace entwine

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
+#include "schedule/gathering.h"
 #include "schedule/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -14,7 +16,7 @@ struct CallAttributes {
   int64_t team_size;
   int64_t transpose_w;  // w is stored (n, k)
   // The plan; see schedule/plan.h.
-  int64_t tile_m, tile_n, raster, lead, transport, pushers, few_rows;
+  int64_t tile_m, tile_n, raster, lead, transport, pushers, copiers, few_rows;
   // Bound on any one wait, 0 for none.
   int64_t timeout_ms;
   // Host executor only: workers a rank; a random stall of up to stall_us before each claim and signal.
@@ -26,14 +28,29 @@ struct Problem {
   schedule::Geometry geometry;
   schedule::Plan plan;
   bool transpose_w;
-  xla::ffi::DataType in, out;  // of x and w; of y
+  xla::ffi::DataType in, out;     // of x and w; of y
+  schedule::Gathering gathering;  // x of all-gather; what reduce-scatter gathers beside, if anything
 };
+
+// The buffers of a call: x (batch, rows, k), w (k, n) or (n, k), y (batch, rows', n). Reduce-scatter has z (z_batch, z_rows,
+// columns) if it gathers that beside; `gathered` is all of z, or of all-gather's x if that is wanted.
+struct Buffers {
+  xla::ffi::AnyBuffer x, w, y;
+  std::optional<xla::ffi::AnyBuffer> z, gathered;
+
+  void const* z_data() const { return z ? z->untyped_data() : nullptr; }
+  void* gathered_data() const { return gathered ? gathered->untyped_data() : nullptr; }
+};
+
+// Of what follows the operands and results that every call has: z and `gathered`.
+std::optional<xla::ffi::AnyBuffer> optional_buffer(xla::ffi::RemainingArgs arguments, size_t index);
+std::optional<xla::ffi::AnyBuffer> optional_buffer(xla::ffi::RemainingRets results, size_t index);
 
 using schedule::op_name;
 
-// x (batch, rows, k), w (k, n) or (n, k), y (batch, rows', n). An error names the op, the argument, both values.
+// An error names the op, the argument, both values.
 xla::ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& attributes,
-                                          xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer w, xla::ffi::AnyBuffer y);
+                                          Buffers const& buffers);
 
 }  // namespace entwine
 
@@ -42,7 +59,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(entwine::CallAttributes, xla::ffi::StructM
                                       xla::ffi::StructMember<int64_t>("transpose_w"), xla::ffi::StructMember<int64_t>("tile_m"),
                                       xla::ffi::StructMember<int64_t>("tile_n"), xla::ffi::StructMember<int64_t>("raster"),
                                       xla::ffi::StructMember<int64_t>("lead"), xla::ffi::StructMember<int64_t>("transport"),
-                                      xla::ffi::StructMember<int64_t>("pushers"), xla::ffi::StructMember<int64_t>("few_rows"),
+                                      xla::ffi::StructMember<int64_t>("pushers"), xla::ffi::StructMember<int64_t>("copiers"),
+                                      xla::ffi::StructMember<int64_t>("few_rows"),
                                       xla::ffi::StructMember<int64_t>("timeout_ms"), xla::ffi::StructMember<int64_t>("workers"),
                                       xla::ffi::StructMember<int64_t>("stall_us"),
                                       xla::ffi::StructMember<int64_t>("stall_seed"));

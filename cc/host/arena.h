@@ -21,6 +21,7 @@ class Arena {
     uint64_t words = uint64_t(layout.ranks) * layout.words_per_source;
     make_words(kTileQueue, 1, 0);
     make_words(kPushQueue, 1, 0);
+    make_words(kCopyQueue, 1, 0);
     make_words(layout.arrivals_offset(), words, 0);
     make_words(layout.signals_offset(), words, first_epoch);
     // All ones is a NaN in every element type: what is read before it was written shows.
@@ -32,6 +33,7 @@ class Arena {
   // Control, touched by this rank's workers only.
   Word& tile_queue() { return word(kTileQueue, 0); }
   Word& push_queue() { return word(kPushQueue, 0); }
+  Word& copy_queue() { return word(kCopyQueue, 0); }
   Word& arrivals(uint64_t index) { return word(layout_.arrivals_offset(), index); }
 
   Word& signal(uint64_t index) { return word(layout_.signals_offset(), index); }
@@ -40,7 +42,7 @@ class Arena {
 
  private:
   // Offsets in the header, a cache line apart.
-  static constexpr uint64_t kTileQueue = 0, kPushQueue = 64;
+  static constexpr uint64_t kTileQueue = 0, kPushQueue = 64, kCopyQueue = 128;
   static constexpr std::align_val_t kAlignment{1024};
   static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 

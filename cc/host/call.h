@@ -13,7 +13,7 @@
 
 namespace entwine::host {
 
-constexpr uint32_t kUnitsPerBlock = 2;  // pieces in which a row block is pushed
+constexpr uint32_t kUnitsPerBlock = 2;  // pieces in which a row block is pushed and copied
 
 struct CallSpec {
   char const* name;  // of the op, for errors
@@ -22,14 +22,15 @@ struct CallSpec {
   schedule::Plan plan;
   bool transpose_w;
   Element in, out;
-  uint32_t workers = 1;   // a rank
-  Timeout timeout{0};     // of any one wait
-  uint32_t stall_us = 0;  // a random stall of up to this before each claim and each signal
+  schedule::Gathering gathering{};  // x of all-gather; what reduce-scatter gathers beside, if anything
+  uint32_t workers = 1;             // a rank
+  Timeout timeout{0};               // of any one wait
+  uint32_t stall_us = 0;            // a random stall of up to this before each claim and each signal
   uint64_t stall_seed = 0;
 
   schedule::ArenaDemand demand() const {
     bool gather = op == schedule::Op::kAllGatherMatmul;
-    return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather ? in : out));
+    return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather ? in : out), gathering);
   }
 };
 
@@ -38,6 +39,8 @@ struct Operands {
   void const* x;
   void const* w;
   void* y;
+  void const* z = nullptr;   // reduce-scatter: the own chunk of what is gathered beside
+  void* gathered = nullptr;  // all-gather: null if x's chunks aren't wanted together
 };
 
 struct Seat {

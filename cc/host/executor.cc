@@ -12,6 +12,7 @@ bool run(Seat const& seat, Crew& crew) {
   Arena& own = *(*seat.arenas)[seat.rank];
   own.tile_queue().store(0);
   own.push_queue().store(0);
+  own.copy_queue().store(0);
   Part part(seat);
   std::atomic<bool> finished{true};
   crew.run(seat.spec->workers, [&](uint32_t worker) {

@@ -2,7 +2,7 @@
 // that an all-reduce begins with, too.
 #pragma once
 
-#include "host/worker.h"
+#include "host/gathering.h"
 
 namespace entwine::host {
 
@@ -75,19 +75,24 @@ class PartialSums : protected RankPart<In, Out> {
 template <typename In, typename Out>
 class ReduceScatter : PartialSums<In, Out> {
  public:
-  explicit ReduceScatter(Seat const& seat) : PartialSums<In, Out>(seat) {}
+  // Beside the matmul another array may be gathered, with signals and staging of its own.
+  explicit ReduceScatter(Seat const& seat) : PartialSums<In, Out>(seat), beside_(seat, seat.operands.z, sizeof(Out)) {}
 
   bool run(uint32_t index) {
     Worker<In> worker(seat_, index);
-    return this->work(worker, [&](schedule::Tile const& t) {
+    beside_.push(worker);
+    auto store_sum = [&](schedule::Tile const& t) {
       size_t row = size_t(g_.batch_of(t.row)) * g_.m_shard + g_.first_row(t.row);
       this->store(worker, t, static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n, g_.n);
-    });
+    };
+    return this->work(worker, store_sum) && beside_.copy_all(worker);
   }
 
  private:
   using RankPart<In, Out>::g_;
   using RankPart<In, Out>::seat_;
+
+  Gathering<In, Out> beside_;
 };
 
 }  // namespace entwine::host

@@ -1,7 +1,5 @@
 #include "kernel/sm90.h"
 
-#include <cstring>
-
 #include "kernel/sm90/params.h"
 #include "kernel/sm90/shape.h"
 #include "kernel/tensor_map.h"
@@ -39,6 +37,21 @@ bool encode(TensorView view, uint32_t inner, uint32_t rows, CUtensorMap* map) {
   return encode_tensor_map(view, map);
 }
 
+Gather gather_of(Call const& call) {
+  if (!call.gathering.any()) return {};
+  bool gather = call.op == Op::kAllGatherMatmul;
+  Gather g{};
+  g.shape = call.gathering;
+  g.own = static_cast<uint8_t const*>(gather ? call.x : call.z);
+  g.whole = static_cast<uint8_t*>(call.gathered);
+  g.pushers = gather ? call.plan.pushers : call.plan.copiers;
+  g.copiers = call.plan.copiers;
+  g.units_per_block = static_cast<uint32_t>(schedule::ceil_div64(g.shape.block_bytes(0), kUnitBytes));
+  g.first_word = schedule::first_gathered_signal(call.op, call.geometry, schedule::kSm90Parts);
+  g.staging_offset = schedule::gathered_offset(call.op, call.geometry, gather || !call.float_out ? 2 : 4);
+  return g;
+}
+
 Kernel pick_kernel(Op op, Variant const& variant, int* shared_bytes) {
   if (op == Op::kAllGatherMatmul) return all_gather_matmul_kernel(variant, shared_bytes);
   if (op == Op::kMatmulReduceScatter) return matmul_reduce_scatter_kernel(variant, shared_bytes);
@@ -58,6 +71,8 @@ std::string unsupported(Call const& call) {
     return std::string("rows of ") + what + " are " + std::to_string(bytes) +
            " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
   };
+  if (call.plan.form == schedule::Form::kFewRows && call.gathered != nullptr)
+    return "config few_rows: these kernels give no gathered array; leave it unset";
   if (call.plan.form == schedule::Form::kFewRows && !schedule::are_few_rows(call.op, g))
     return "config few_rows: a call of more than " + std::to_string(schedule::kFewRowsMost) +
            " rows isn't one of few; leave it unset";
@@ -65,6 +80,7 @@ std::string unsupported(Call const& call) {
   if (g.k * uint64_t{2} % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * uint64_t{2});
   if (!call.transposed_w && g.n * uint64_t{2} % 16 != 0) return pitch("w", g.n * uint64_t{2});
   if (g.n * out % 16 != 0) return pitch("the result", g.n * out);
+  if (call.gathering.row_bytes % 16 != 0) return pitch("the array gathered beside", call.gathering.row_bytes);
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
     return "a chunk of " + std::to_string(g.chunk_rows()) + " x " + std::to_string(g.cols()) + " tiles is past the limit of " +
            std::to_string(kMaxRowBlocks) + " x " + std::to_string(kMaxCols) + ": split the matmul or pass strategy=\"xla\"";
@@ -98,9 +114,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   if (call.plan.form == schedule::Form::kFewRows) return launch_few_rows(call, stream);
   Geometry const& g = call.geometry;
   bool gather = call.op == Op::kAllGatherMatmul;
-  Params p;
-  std::memset(&p, 0, sizeof p);
-
+  Params p{};
   uint64_t out = call.float_out ? 4 : 2;
   uint32_t rows = g.tile_m / kCtas;  // of a CTA
   uint32_t image_cols = static_cast<uint32_t>(128 / out);
@@ -136,10 +150,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.n = g.n;
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
-  p.row_bytes = g.k * uint64_t{2};
-  p.units_per_block =
-      static_cast<uint32_t>(schedule::ceil_div64(schedule::smaller(g.tile_m, g.m_shard) * p.row_bytes, kUnitBytes));
-  p.x_data = static_cast<uint8_t const*>(call.x);
+  p.gather = gather_of(call);
   for (uint32_t r = 0; r < g.ranks; ++r) p.arena[r] = call.arenas[r];
   p.arrivals_offset = call.arena.arrivals_offset();
   p.signals_offset = call.arena.signals_offset();

@@ -20,6 +20,9 @@ struct Call {
   bool transposed_w, float_out;
   void const *x, *w;
   void* y;
+  schedule::Gathering gathering;  // x of all-gather; what reduce-scatter gathers beside, if anything
+  void const* z;                  // reduce-scatter: the own chunk of that
+  void* gathered;                 // the whole of it; null if all-gather's isn't wanted
   schedule::ArenaLayout arena;
   uint8_t* const* arenas;  // every rank's, mapped here
   uint32_t rank;

@@ -6,7 +6,8 @@
 //
 // Why two halves need no barrier: to start call e, a rank has finished call e-1, in which it heard from every peer; so every
 // peer had started e-1, hence finished e-2, the last call to touch this half. That needs every rank to hear from every other in
-// every call (all ops do: each chunk has at least one tile), and one epoch for all ops that share the arena.
+// every call (all ops do: each chunk has at least one tile), and one epoch for all ops that share the arena. (Whoever copies a
+// peer's chunk out of staging does it within the call, so that holds for copies too.)
 #pragma once
 
 #include "schedule/signals.h"
@@ -20,8 +21,9 @@ struct ArenaDemand {
 };
 
 // Staging of one call. Reduce-scatter keeps whole tile images of partial sums, one set per peer (pull: in the producer's arena,
-// by owner; push: in the owner's arena, by source); all-gather keeps the peers' chunks of x. All-reduce keeps partial sums like
-// reduce-scatter and after them the peers' finished tiles, by owner, as images too.
+// by owner; push: in the owner's arena, by source), and after them the peers' chunks of what it gathers beside; all-gather
+// keeps the peers' chunks of x. All-reduce keeps partial sums like reduce-scatter and after them the peers' finished tiles, by
+// owner, as images too.
 ENTWINE_HOST_DEVICE constexpr uint64_t chunk_bytes(Geometry const& g, uint32_t element_bytes) {
   return uint64_t(g.batch) * g.m_shard * g.k * element_bytes;
 }
@@ -34,11 +36,20 @@ ENTWINE_HOST_DEVICE constexpr uint64_t results_offset(Geometry const& g, uint32_
   return partials_bytes(g, element_bytes) * (g.ranks - 1);
 }
 
-// `element_bytes` is that of x (all-gather) or of y and a partial sum (the others).
-constexpr ArenaDemand arena_demand(Op op, Geometry const& g, uint32_t parts, uint32_t element_bytes) {
+// Where the peers' chunks of what is gathered begin in a half.
+constexpr uint64_t gathered_offset(Op op, Geometry const& g, uint32_t element_bytes) {
+  return op == Op::kAllGatherMatmul ? 0 : round_up(partials_bytes(g, element_bytes) * (g.ranks - 1), 1024);
+}
+
+// `element_bytes` is that of x (all-gather) or of y and a partial sum (the others); `beside` is what reduce-scatter gathers
+// beside its matmul.
+constexpr ArenaDemand arena_demand(Op op, Geometry const& g, uint32_t parts, uint32_t element_bytes,
+                                   Gathering const& beside = {}) {
   uint64_t per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, element_bytes) : partials_bytes(g, element_bytes);
   if (op == Op::kMatmulAllReduce) per_peer *= 2;
-  return {signals_per_source(op, g, parts), round_up(per_peer * (g.ranks - 1), 1024)};
+  uint64_t besides = op == Op::kMatmulReduceScatter ? beside.chunk_bytes() : 0;
+  return {signals_per_source(op, g, parts, beside),
+          round_up(per_peer * (g.ranks - 1), 1024) + round_up(besides * (g.ranks - 1), 1024)};
 }
 
 struct ArenaLayout {

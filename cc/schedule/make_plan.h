@@ -31,7 +31,7 @@ constexpr Form pick_form(Op op, Geometry const& g, uint32_t out_bytes) {
 
 // `g`'s own tile is ignored.
 constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
-  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1, Form::kTiles};
+  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1, Form::kTiles, 1};
   TileShape tile = pick_sm90_tile(op, g, out_bytes);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
@@ -49,13 +49,17 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
   uint32_t lead = g.tiles() <= 2 * kSm90Clusters ? kSm90Clusters : replicate ? 40 : push ? 44 : 58;
   // Measured: 24 clusters fill the link without holding up their own loads; 10 tiles are what is on its way over it.
   uint32_t pushers = gather ? 24 : 10;
+  // Copies stay within a GPU: twice as many clusters, so that half of them follow the link while the others push.
+  // Reduce-scatter's rings are a third as large, and all its clusters have one.
+  uint32_t copiers = gather ? 48 : kSm90Clusters;
   return {tile.m,
           tile.n,
           raster,
           larger(lead, g.ranks - 1),
           push ? Transport::kPush : Transport::kPull,
           pushers,
-          pick_form(op, g, out_bytes)};
+          pick_form(op, g, out_bytes),
+          copiers};
 }
 
 // Predicted microseconds on sm_90 for bfloat16 operands, with the plan's tile and on XLA: what strategy "auto" decides by.

@@ -23,6 +23,9 @@ struct Plan {
   // tiles that may be on the link at once.
   uint32_t pushers;
   Form form = Form::kTiles;
+  // Workers or clusters that copy the peers' chunks to the gathered result, where there is one. Those of reduce-scatter push
+  // the own chunk of what it gathers beside, too.
+  uint32_t copiers = 1;
 };
 
 // sm_90: the tiles of a cluster that the kernels are built for. The first one multiplies fastest; the others fill the GPU with

@@ -5,6 +5,7 @@
 // later one. (Regions are of fixed size for that reason: words of varying shapes must not move between writers.)
 #pragma once
 
+#include "schedule/gathering.h"
 #include "schedule/geometry.h"
 
 namespace entwine::schedule {
@@ -33,13 +34,18 @@ ENTWINE_HOST_DEVICE constexpr uint32_t result_signal(uint32_t chunk_tiles, uint3
   return (chunk_tiles + tile) * parts + part;
 }
 
-// All-gather + GEMM: one word per row block of the source's chunk.
-ENTWINE_HOST_DEVICE constexpr uint32_t gathered_signal(uint32_t row) { return row; }
+// A gathered array: one word per row block of the source's chunk, from word `first` on. For x of all-gather + GEMM that is 0;
+// what reduce-scatter gathers beside its matmul comes after the words of the partials.
+ENTWINE_HOST_DEVICE constexpr uint32_t gathered_signal(uint32_t first, uint32_t block) { return first + block; }
+ENTWINE_HOST_DEVICE constexpr uint32_t first_gathered_signal(Op op, Geometry const& g, uint32_t parts) {
+  return op == Op::kAllGatherMatmul ? 0 : g.chunk_tiles() * parts;
+}
 
-// Words that one source raises at one destination.
-ENTWINE_HOST_DEVICE constexpr uint32_t signals_per_source(Op op, Geometry const& g, uint32_t parts) {
+// Words that one source raises at one destination; `beside` is what reduce-scatter gathers beside its matmul.
+ENTWINE_HOST_DEVICE constexpr uint32_t signals_per_source(Op op, Geometry const& g, uint32_t parts, Gathering const& beside) {
   if (op == Op::kAllGatherMatmul) return g.chunk_rows();
-  return g.chunk_tiles() * parts * (op == Op::kMatmulAllReduce ? 2 : 1);
+  return g.chunk_tiles() * parts * (op == Op::kMatmulAllReduce ? 2 : 1) +
+         (op == Op::kMatmulReduceScatter ? beside.blocks() : 0);
 }
 
 }  // namespace entwine::schedule

@@ -109,11 +109,29 @@ struct PushOrder {
 
   struct Unit {
     uint32_t destination, row, piece;
+    bool first;  // of the pushes of this piece: whoever keeps a copy takes it here
   };
   ENTWINE_HOST_DEVICE constexpr uint32_t size() const { return (ranks - 1) * chunk_rows * units_per_block; }
   ENTWINE_HOST_DEVICE constexpr Unit at(uint32_t unit) const {
     uint32_t block = unit / units_per_block, step = block / chunk_rows;
-    return {(rank + ranks - 1 - step) % ranks, block - step * chunk_rows, unit - block * units_per_block};
+    return {(rank + ranks - 1 - step) % ranks, block - step * chunk_rows, unit - block * units_per_block, step == 0};
+  }
+};
+
+// The order in which a rank copies what its peers have pushed out of staging, if it is asked for the gathered array: in the
+// order in which chunks come, rank+1's first. A copy waits for its row block, which a push raises, and nobody waits for a copy;
+// so copies are a queue of their own, and a worker that pushes turns to it when all pushes of its rank are claimed and its own
+// have landed.
+struct CopyOrder {
+  uint32_t ranks, rank, chunk_rows, units_per_block;
+
+  struct Unit {
+    uint32_t source, row, piece;
+  };
+  ENTWINE_HOST_DEVICE constexpr uint32_t size() const { return (ranks - 1) * chunk_rows * units_per_block; }
+  ENTWINE_HOST_DEVICE constexpr Unit at(uint32_t unit) const {
+    uint32_t block = unit / units_per_block, step = block / chunk_rows;
+    return {(rank + 1 + step) % ranks, block - step * chunk_rows, unit - block * units_per_block};
   }
 };
 

@@ -23,7 +23,8 @@ void parts_of_a_layout_are_disjoint() {
   for (int i = 0; i < 5000; ++i) {
     Geometry g = geometry();
     Op op = static_cast<Op>(i / 3 % 3);
-    ArenaDemand demand = arena_demand(op, g, upto(4), i % 3 ? 2 : 4);
+    Gathering beside{i % 5 ? 0 : upto(3), i % 5 ? 0 : upto(200), upto(100), upto(64)};
+    ArenaDemand demand = arena_demand(op, g, upto(4), i % 3 ? 2 : 4, beside);
     ArenaLayout a{g.ranks, demand.words_per_source, demand.staging_half};
     CHECK(a.fits(demand));
     uint64_t words = uint64_t(g.ranks) * a.words_per_source * 4;
@@ -42,7 +43,8 @@ void parts_of_a_layout_are_disjoint() {
   }
 }
 
-// What a call stages fits into its half: as many whole chunks, or sets of tile images, as there are peers.
+// What a call stages fits into its half: as many whole chunks, or sets of tile images, as there are peers; and what
+// reduce-scatter gathers beside lies after its partials.
 void staging_holds_what_peers_send() {
   for (int i = 0; i < 5000; ++i) {
     Geometry g = geometry();
@@ -51,6 +53,16 @@ void staging_holds_what_peers_send() {
     CHECK(arena_demand(Op::kAllGatherMatmul, g, 1, bytes).staging_half >= peers * chunk);
     uint64_t images = uint64_t(g.chunk_tiles()) * g.tile_m * g.tile_n * bytes;
     CHECK(arena_demand(Op::kMatmulReduceScatter, g, 1, bytes).staging_half >= peers * images);
+    Gathering beside{upto(3), upto(200), upto(100), upto(64)};
+    uint64_t offset = gathered_offset(Op::kMatmulReduceScatter, g, bytes);
+    CHECK(offset >= peers * images && offset % 1024 == 0);
+    ArenaDemand demand = arena_demand(Op::kMatmulReduceScatter, g, 3, bytes, beside);
+    CHECK(demand.staging_half >= offset + peers * beside.chunk_bytes());
+    CHECK_EQ(demand.words_per_source, g.chunk_tiles() * 3 + beside.blocks());
+    CHECK_EQ(gathered_offset(Op::kAllGatherMatmul, g, bytes), 0u);
+    // all-gather's own x is in its geometry.
+    CHECK(arena_demand(Op::kAllGatherMatmul, g, 1, bytes, beside).staging_half ==
+          arena_demand(Op::kAllGatherMatmul, g, 1, bytes).staging_half);
     CHECK(results_offset(g, bytes) >= peers * images);
     CHECK(arena_demand(Op::kMatmulAllReduce, g, 1, bytes).staging_half >= results_offset(g, bytes) + peers * images);
   }

@@ -45,11 +45,17 @@ float decode(std::vector<std::byte> const& bytes, size_t i, Element e) {
 // One call with the operands and results of all its ranks.
 class Product {
  public:
-  // `draw` gives the elements of x and w.
+  // `draw` gives the elements of x and w. If spec says that something is gathered, all-gather returns the gathered x, and
+  // reduce-scatter gathers bytes of that shape beside.
   template <typename Draw>
   Product(CallSpec const& spec, Draw draw) : spec_(spec), g_(spec.geometry) {
     size_t x_rows = replicate() ? g_.all_rows() : size_t(g_.batch) * g_.m_shard * (gather() ? 1 : g_.ranks);
     size_t y_rows = replicate() ? g_.all_rows() : size_t(g_.batch) * g_.m_shard * (gather() ? g_.ranks : 1);
+    gathers_ = spec.gathering.any() && g_.ranks > 1 && !replicate();
+    schedule::Gathering& z = spec_.gathering;
+    if (gather()) z = {g_.batch, g_.m_shard, uint64_t(g_.k) * element_bytes(spec.in), g_.tile_m};
+    if (!gather()) z.block_rows = g_.tile_m;
+    if (!gather() && !gathers_) z = {};
     for (uint32_t r = 0; r < g_.ranks; ++r) {
       std::vector<float> x(x_rows * g_.k), w(size_t(g_.k) * g_.n);
       for (float& v : x) v = draw();
@@ -57,14 +63,36 @@ class Product {
       x_.push_back(encode(x, spec.in));
       w_.push_back(encode(w, spec.in));
       y_.emplace_back(y_rows * g_.n * element_bytes(spec.out), std::byte{0xff});
+      if (gathers_ && gather()) z_.push_back(x_.back());
+      if (gathers_ && !gather()) {
+        z_.emplace_back(z.chunk_bytes());
+        for (std::byte& b : z_.back()) b = static_cast<std::byte>(noise());
+      }
+      if (gathers_) whole_.emplace_back(z.chunk_bytes() * g_.ranks, std::byte{0xff});
     }
   }
 
   CallSpec const& spec() const { return spec_; }
-  Operands operands(uint32_t rank) { return {x_[rank].data(), w_[rank].data(), y_[rank].data()}; }
+  Operands operands(uint32_t rank) {
+    return {x_[rank].data(), w_[rank].data(), y_[rank].data(), gathers_ && !gather() ? z_[rank].data() : nullptr,
+            gathers_ ? whole_[rank].data() : nullptr};
+  }
   std::vector<std::byte> const& y(uint32_t rank) const { return y_[rank]; }
 
-  bool exact() const { return worst(0) == 0; }
+  bool exact() const { return worst(0) == 0 && gathered(); }
+
+  // Whether every rank has every rank's chunk, byte for byte.
+  bool gathered() const {
+    if (!gathers_) return true;
+    schedule::Gathering const& z = spec_.gathering;
+    size_t batch_bytes = z.rows * z.row_bytes;
+    for (auto const& whole : whole_)
+      for (uint32_t b = 0; b < z.batch; ++b)
+        for (uint32_t r = 0; r < g_.ranks; ++r)
+          if (std::memcmp(&whole[(size_t(b) * g_.ranks + r) * batch_bytes], &z_[r][b * batch_bytes], batch_bytes) != 0)
+            return false;
+    return true;
+  }
 
   // The largest error of a result, less `relative` times the sum of the absolute values of its terms.
   double worst(double relative) const {
@@ -99,9 +127,16 @@ class Product {
     }
   }
 
+  // Another byte each time, so that no call's array is another's.
+  static uint32_t noise() {
+    static thread_local std::minstd_rand engine{5};
+    return engine() >> 8;
+  }
+
   CallSpec spec_;
   Geometry g_;
-  std::vector<std::vector<std::byte>> x_, w_, y_;
+  bool gathers_ = false;
+  std::vector<std::vector<std::byte>> x_, w_, y_, z_, whole_;
 };
 
 // Collects what the ranks report.
@@ -155,6 +190,8 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
                 random.below(2) == 0,
                 types[0],
                 types[1]};
+  spec.plan.copiers = random.upto(3);
+  if (random.below(2) == 0) spec.gathering = {random.upto(2), random.upto(3 * tile_m), random.upto(40)};
   spec.workers = random.upto(4);
   spec.timeout = Timeout(60000);
   if (op == Op::kMatmulAllReduce) {  // any number of rows, in chunks of a multiple of some
@@ -218,7 +255,7 @@ void one_worker_a_rank_finishes() {
       auto products = integer_products(random, ranks, 10, [&](CallSpec& spec) {
         spec.workers = 1;
         spec.plan.lead = random.below(3);  // the schedule raises it to what progress needs
-        spec.plan.pushers = 1;
+        spec.plan.pushers = spec.plan.copiers = 1;
       });
       run_and_check(team, products, run, random);
     }
@@ -232,6 +269,7 @@ void many_workers_a_rank() {
     auto products = integer_products(random, 3, 8, [&](CallSpec& spec) {
       spec.workers = 12;
       spec.plan.pushers = random.upto(12);
+      spec.plan.copiers = random.upto(12);
     });
     run_and_check(team, products, run, random);
   }

@@ -15,8 +15,8 @@ using schedule::Op;
 // A call of which one thing at a time is spoilt.
 struct Call {
   Op op;
-  std::vector<int64_t> x, w, y, groups = {0, 1, 2, 3};
-  ffi::DataType x_type = ffi::F32, w_type = ffi::F32, y_type = ffi::F32;
+  std::vector<int64_t> x, w, y, z, gathered, groups = {0, 1, 2, 3};  // z and gathered: empty for none
+  ffi::DataType x_type = ffi::F32, w_type = ffi::F32, y_type = ffi::F32, z_type = ffi::BF16, gathered_type = ffi::BF16;
   CallAttributes attributes{};
 
   explicit Call(Op op) : op(op) {
@@ -24,13 +24,30 @@ struct Call {
     w = {7, 5};
     y = {2, op == Op::kMatmulReduceScatter ? 10 : 40, 5};
     attributes.team_size = 4;
-    attributes.tile_m = attributes.tile_n = attributes.raster = attributes.pushers = attributes.workers = 1;
+    attributes.tile_m = attributes.tile_n = attributes.raster = attributes.pushers = attributes.copiers = attributes.workers =
+        1;
   }
 
   ffi::ErrorOr<Problem> decode(schedule::Target target = schedule::Target::kHost) {
     attributes.groups = {groups.data(), groups.size()};
     XLA_FFI_Buffer xb = buffer(x, x_type), wb = buffer(w, w_type), yb = buffer(y, y_type);
-    return decode_problem(op, target, attributes, ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb));
+    XLA_FFI_Buffer zb = buffer(z, z_type), gb = buffer(gathered, gathered_type);
+    Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}};
+    if (!z.empty()) buffers.z = ffi::AnyBuffer(&zb);
+    if (!gathered.empty()) buffers.gathered = ffi::AnyBuffer(&gb);
+    return decode_problem(op, target, attributes, buffers);
+  }
+
+  // With what it gathers: x, or z beside.
+  Call& gathering() {
+    if (op == Op::kAllGatherMatmul) {
+      gathered = {2, 40, 7};
+      gathered_type = ffi::F32;
+    } else {
+      z = {3, 6, 11};
+      gathered = {3, 24, 11};
+    }
+    return *this;
   }
 
  private:
@@ -77,11 +94,62 @@ void an_all_reduce_takes_any_rows() {
   CHECK(gpu->geometry.m_shard == 64 && gpu->geometry.missing == 174 && gpu->geometry.all_rows() == 82);
 }
 
-void bad_calls_are_named() {
-  struct Fault {
-    std::function<void(Call&)> spoil;
-    std::vector<std::string> words;
+void gatherings_decode() {
+  for (bool asked : {false, true}) {
+    Call call(Op::kAllGatherMatmul);
+    call.attributes.tile_m = 4;
+    if (asked) call.gathering();
+    auto problem = call.decode();
+    CHECK(problem.has_value());
+    schedule::Gathering const& x = problem->gathering;
+    CHECK(x.batch == 2 && x.rows == 10 && x.row_bytes == 28 && x.block_rows == 4);
+  }
+  Call call(Op::kMatmulReduceScatter);
+  CHECK(call.decode().has_value() && !call.decode()->gathering.any());
+  call.attributes.tile_m = 4;
+  auto problem = call.gathering().decode();
+  CHECK(problem.has_value());
+  schedule::Gathering const& z = problem->gathering;
+  CHECK(z.batch == 3 && z.rows == 6 && z.row_bytes == 22 && z.block_rows == 4);
+}
+
+struct Fault {
+  std::function<void(Call&)> spoil;
+  std::vector<std::string> words;
+};
+
+void check_fault(Call call, Fault const& fault) {
+  fault.spoil(call);
+  auto problem = call.decode();
+  CHECK_THAT(problem.has_error(), fault.words.front());
+  if (!problem.has_error()) return;
+  std::string message = problem.error().message();
+  CHECK_THAT(message.find(std::string("entwine_jax.") + op_name(call.op)) == 0, message);
+  for (std::string const& word : fault.words) CHECK_THAT(message.find(word) != std::string::npos, message << " lacks " << word);
+}
+
+void bad_gatherings_are_named() {
+  Fault const both[] = {
+      {[](Call& c) { ++c.gathered[1]; }, {"gathered", "must be"}},
+      {[](Call& c) { ++c.gathered[2]; }, {"gathered", "must be"}},
+      {[](Call& c) { c.gathered.pop_back(); }, {"gathered", "must be"}},
+      {[](Call& c) { c.gathered_type = ffi::F16; }, {"gathered", "dtype"}},
   };
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter})
+    for (Fault const& fault : both) check_fault(Call(op).gathering(), fault);
+  check_fault(Call(Op::kAllGatherMatmul).gathering(), {[](Call& c) { c.z = {3, 6, 11}; }, {"gathers x"}});
+  check_fault(Call(Op::kMatmulAllReduce).gathering(), {[](Call&) {}, {"gathers nothing"}});
+  Fault const beside[] = {
+      {[](Call& c) { c.z.clear(); }, {"z and its gathered whole"}},
+      {[](Call& c) { c.gathered.clear(); }, {"z and its gathered whole"}},
+      {[](Call& c) { c.z.pop_back(); }, {"z must have rank 3", "2"}},
+      {[](Call& c) { c.z[1] = c.gathered[1] = 0; }, {"z has a dimension of size 0"}},
+      {[](Call& c) { c.z[0] = c.gathered[0] = 1 << 24; }, {"row blocks", "16777216"}},
+  };
+  for (Fault const& fault : beside) check_fault(Call(Op::kMatmulReduceScatter).gathering(), fault);
+}
+
+void bad_calls_are_named() {
   Fault const faults[] = {
       {[](Call& c) { c.x.pop_back(); }, {"ranks 3, 2 and 3", "2, 2 and 3"}},
       {[](Call& c) { c.attributes.team_size = 9; }, {"2 to 8", "9"}},
@@ -99,6 +167,7 @@ void bad_calls_are_named() {
       {[](Call& c) { c.attributes.transport = 2; }, {"plan", "transport 2"}},
       {[](Call& c) { c.attributes.pushers = 0; }, {"plan", "pushers 0"}},
       {[](Call& c) { c.attributes.few_rows = 2; }, {"plan", "few_rows 2"}},
+      {[](Call& c) { c.attributes.copiers = 0; }, {"plan", "copiers 0"}},
       {[](Call& c) {
          c.x[0] = c.y[0] = int64_t{1} << 30;
          if (c.op == Op::kMatmulAllReduce) c.x[1] = c.y[1] = 1;
@@ -106,17 +175,7 @@ void bad_calls_are_named() {
        {"more tiles"}},
   };
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
-    for (Fault const& fault : faults) {
-      Call call(op);
-      fault.spoil(call);
-      auto problem = call.decode();
-      CHECK_THAT(problem.has_error(), fault.words.front());
-      if (!problem.has_error()) continue;
-      std::string message = problem.error().message();
-      CHECK_THAT(message.find(std::string("entwine_jax.") + op_name(op)) == 0, message);
-      for (std::string const& word : fault.words)
-        CHECK_THAT(message.find(word) != std::string::npos, message << " lacks " << word);
-    }
+    for (Fault const& fault : faults) check_fault(Call(op), fault);
 }
 
 }  // namespace
@@ -126,5 +185,7 @@ int main() {
   using namespace entwine;
   return check::run({{"good calls decode", good_calls_decode},
                      {"an all-reduce takes any rows", an_all_reduce_takes_any_rows},
-                     {"bad calls are named", bad_calls_are_named}});
+                     {"bad calls are named", bad_calls_are_named},
+                     {"gatherings decode", gatherings_decode},
+                     {"bad gatherings are named", bad_gatherings_are_named}});
 }

@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "schedule/few_rows.h"
+#include "schedule/gathering.h"
 #include "schedule/make_plan.h"
 #include "schedule/signals.h"
 #include "schedule/tile_order.h"
@@ -100,6 +101,36 @@ void images_of_tile_parts_cover_y_once() {
               }
         for (uint32_t times : covered) CHECK_THAT(times == 1, g << ", " << rows << " rows: " << times);
       }
+}
+
+// The row blocks of all ranks' chunks cover the whole array once, and each is where its rows are.
+void gatherings_cover_every_row() {
+  for_all_shapes(2, 2000, [](Geometry const& g, Raster const&, Shapes& shapes) {
+    Gathering z{g.batch, g.m_shard, shapes.upto(9), shapes.upto(8)};
+    CHECK(z.any() && !Gathering{}.any());
+    CHECK_EQ(Gathering{}.blocks(), 0u);
+    std::vector<uint32_t> chunk(z.chunk_bytes()), whole(z.chunk_bytes() * g.ranks);
+    for (uint32_t block = 0; block < z.blocks(); ++block) {
+      CHECK(z.block_bytes(block) >= z.row_bytes && z.block_bytes(block) <= z.block_rows * z.row_bytes);
+      for (uint64_t i = 0; i < z.block_bytes(block); ++i) {
+        ++chunk[z.offset(block) + i];
+        for (uint32_t source = 0; source < g.ranks; ++source) {
+          ++whole[z.whole_offset(block, source, g.ranks) + i];
+          uint64_t row = (z.offset(block) + i) / z.row_bytes, batch = row / z.rows, in_batch = row % z.rows;
+          CHECK_EQ((z.whole_offset(block, source, g.ranks) + i) / z.row_bytes, (batch * g.ranks + source) * z.rows + in_batch);
+        }
+      }
+    }
+    for (uint32_t times : chunk) CHECK_THAT(times == 1, g);
+    for (uint32_t times : whole) CHECK_THAT(times == 1, g);
+    // all-gather's x is cut as the matmul cuts it.
+    Gathering x{g.batch, g.m_shard, g.k, g.tile_m};
+    CHECK_EQ(x.blocks(), g.chunk_rows());
+    for (uint32_t row = 0; row < g.chunk_rows(); ++row) {
+      CHECK_EQ(x.block_bytes(row), uint64_t(g.rows(row)) * g.k);
+      CHECK_EQ(x.offset(row), (uint64_t(g.batch_of(row)) * g.m_shard + g.first_row(row)) * g.k);
+    }
+  });
 }
 
 void peer_slots_number_all_peers() {
@@ -219,15 +250,19 @@ void all_gather_order_is_complete_and_never_deadlocks() {
     std::vector pushed(g.ranks, std::vector(g.ranks, std::vector<uint32_t>(g.chunk_rows())));
     for (uint32_t r = 0; r < g.ranks; ++r) {
       std::vector pieces(g.ranks, std::vector(g.chunk_rows(), std::vector<uint32_t>(units)));
+      std::vector kept(g.chunk_rows(), std::vector<uint32_t>(units));
       for (uint32_t u = 0; u < pushes[r].size(); ++u) {
         PushOrder::Unit unit = pushes[r].at(u);
         CHECK_THAT(unit.destination != r && unit.destination < g.ranks && unit.row < g.chunk_rows() && unit.piece < units, g);
         ++pieces[unit.destination][unit.row][unit.piece];
+        kept[unit.row][unit.piece] += unit.first;
         pushed[r][unit.destination][unit.row] = u;
       }
       for (uint32_t d = 0; d < g.ranks; ++d)
         for (auto const& row : pieces[d])
           for (uint32_t times : row) CHECK_THAT(times == (d == r ? 0 : 1), g << ": each piece once to each peer");
+      for (auto const& row : kept)
+        for (uint32_t times : row) CHECK_THAT(times == (g.ranks > 1), g << ": each piece is kept once");
     }
     for (uint32_t r = 0; r < g.ranks; ++r) {
       AllGatherOrder order{raster, g.ranks, r};
@@ -238,6 +273,31 @@ void all_gather_order_is_complete_and_never_deadlocks() {
         if (t.owner != r) CHECK_THAT(pushed[t.owner][r][t.row] < pushes[r].size() + p, g << ": row block " << t.row);
       }
     }
+  });
+}
+
+// Copies: each piece of each peer's chunk once, and the chunks in the order in which they come.
+void copies_are_complete_and_in_the_order_of_pushes() {
+  for_all_shapes(2, 1000, [](Geometry const& g, Raster const&, Shapes& shapes) {
+    uint32_t units = shapes.upto(4), r = shapes.random() % g.ranks;
+    CopyOrder order{g.ranks, r, g.chunk_rows(), units};
+    std::set<std::vector<uint32_t>> seen;
+    uint32_t last = 0;
+    for (uint32_t u = 0; u < order.size(); ++u) {
+      auto [source, row, piece] = order.at(u);
+      CHECK_THAT(source != r && source < g.ranks && row < g.chunk_rows() && piece < units, g);
+      CHECK_THAT(seen.insert({source, row, piece}).second, g << ": a piece twice");
+      // The unit that pushes it: sources keep the same pace, so later copies are of later pushes.
+      PushOrder pushes{g.ranks, source, g.chunk_rows(), units};
+      uint32_t push = 0;
+      for (;; ++push) {
+        PushOrder::Unit p = pushes.at(push);
+        if (p.destination == r && p.row == row && p.piece == piece) break;
+      }
+      CHECK_THAT(u == 0 || push > last, g << ": copy " << u << " is of push " << push << " after " << last);
+      last = push;
+    }
+    CHECK_EQ(seen.size(), size_t(g.ranks - 1) * g.chunk_rows() * units);
   });
 }
 
@@ -262,7 +322,11 @@ void signal_words_have_one_writer_and_all_are_awaited() {
     uint32_t parts = shapes.upto(4);
     for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce}) {
       bool gather = op == Op::kAllGatherMatmul, replicate = op == Op::kMatmulAllReduce;
-      uint32_t used = signals_per_source(op, g, parts), words_per_source = used + shapes.random() % 5;
+      bool scatter = op == Op::kMatmulReduceScatter;
+      Gathering beside{shapes.upto(2), shapes.upto(20) - 1, 8, shapes.upto(8)};
+      if (beside.rows == 0) beside = {};
+      uint32_t used = signals_per_source(op, g, parts, beside), first_gathered = first_gathered_signal(op, g, parts);
+      uint32_t words_per_source = used + shapes.random() % 5;
       std::vector<int> writer(g.ranks * words_per_source, -1);
       uint32_t destination = shapes.random() % g.ranks, raised = 0, awaited = 0;
       for (uint32_t source = 0; source < g.ranks; ++source) {
@@ -275,8 +339,9 @@ void signal_words_have_one_writer_and_all_are_awaited() {
           ++raised;
         };
         if (gather) {
-          for (uint32_t row = 0; row < g.chunk_rows(); ++row) raise(gathered_signal(row));
+          for (uint32_t row = 0; row < g.chunk_rows(); ++row) raise(gathered_signal(first_gathered, row));
         } else {
+          for (uint32_t b = 0; b < beside.blocks() && scatter; ++b) raise(gathered_signal(first_gathered, b));
           ReduceScatterOrder order{raster, g.ranks, source, 2 * g.ranks};
           for (uint32_t p = 0; p < order.size(); ++p) {
             Tile t = order.at(p);
@@ -297,7 +362,7 @@ void signal_words_have_one_writer_and_all_are_awaited() {
       for (uint32_t p = 0; p < g.tiles(); ++p) {
         if (gather) {
           Tile t = AllGatherOrder{raster, g.ranks, destination}.at(p);
-          if (t.owner != destination) await(t.owner, gathered_signal(t.row));
+          if (t.owner != destination) await(t.owner, gathered_signal(first_gathered, t.row));
         } else {
           Tile t = ReduceScatterOrder{raster, g.ranks, destination, 2 * g.ranks}.at(p);
           if (t.owner != destination) continue;
@@ -311,6 +376,9 @@ void signal_words_have_one_writer_and_all_are_awaited() {
         CollectOrder::Job job = collect.at(i);
         await(job.owner, result_signal(g.chunk_tiles(), job.index, job.part, parts));
       }
+      CopyOrder copies{g.ranks, destination, scatter ? beside.blocks() : 0, 1};
+      for (uint32_t u = 0; u < copies.size(); ++u)
+        await(copies.at(u).source, gathered_signal(first_gathered, copies.at(u).row));
       CHECK_THAT(raised == (g.ranks - 1) * used && awaited == raised,
                  g << ": " << raised << " raised, " << awaited << " awaited");
     }
@@ -365,7 +433,7 @@ void plans_are_sound() {
             for (uint32_t k : {8u, 512u, 1024u, 4096u, 16384u})
               for (uint32_t bytes : {2u, 4u}) {
                 Plan plan = make_plan(op, target, {ranks, 1, rows, n, k, 1, 1}, bytes);
-                CHECK(plan.raster >= 1 && plan.pushers >= 1);
+                CHECK(plan.raster >= 1 && plan.pushers >= 1 && plan.copiers >= 1);
                 CHECK(target == Target::kHost ? plan.tile_m >= 1 && plan.tile_n >= 1 : is_sm90_tile(plan.tile_m, plan.tile_n));
                 CHECK_THAT(plan.lead >= ranks - 1, plan.lead);
               }
@@ -387,6 +455,8 @@ int main() {
        {"collect order is complete and as tiles are made", collect_order_is_complete_and_as_tiles_are_made},
        {"all-gather order is complete and never deadlocks", all_gather_order_is_complete_and_never_deadlocks},
        {"pushes come in the order of need", pushes_come_in_the_order_of_need},
+       {"gatherings cover every row", gatherings_cover_every_row},
+       {"copies are complete and in the order of pushes", copies_are_complete_and_in_the_order_of_pushes},
        {"signal words have one writer and all are awaited", signal_words_have_one_writer_and_all_are_awaited},
        {"epochs wrap around", epochs_wrap_around},
        {"few rows are cut completely", few_rows_are_cut_completely},

@@ -3,7 +3,7 @@
 //   warp 0      loader      TMA loads of x and w into the pipeline
 //   warps 1, 2  storers     own the C buffers of consumers 0 and 1: partials in, images out, signals
 //   warp 3      scheduler   (CTA 0) claims tiles and posts them to both CTAs; all-gather: once their rows have landed
-//               pusher      (CTA 1, all-gather, the first `pushers` clusters) copies the own chunk to the peers
+//               pusher      (CTA 1, if anything is gathered) copies the own chunk to the peers, then theirs to the result
 //               collector   (CTA 1, all-reduce) copies the peers' finished tiles to y
 //   warps 4-11  consumers   two warpgroups: wgmma, reduction, rounding
 //
@@ -20,8 +20,8 @@
 // lowest queue position at which any rank waits: what it waits for has been claimed by a resident cluster which is not itself
 // waiting at an earlier position, hence will be signalled. This holds with any number >= 1 of resident clusters a rank: no role
 // depends on a CTA that might not be resident, except a cluster's two CTAs on each other, and they are scheduled together. The
-// pusher of the rank's first ticket always runs, and alone it pushes everything. Waits inside a CTA are for roles of the same
-// cluster only.
+// pusher of the rank's first ticket always runs, and alone it pushes everything, before it waits for any row block to copy; for
+// its copies nobody waits. Waits inside a CTA are for roles of the same cluster only.
 #pragma once
 
 #include "kernel/sm90/collector.cuh"
@@ -86,10 +86,10 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
         store_tiles(cta, warp - 1);
       } else if (in_cluster == 0) {
         schedule_tiles(cta);
-      } else if constexpr (C::kGather) {
-        if (cta.first_claim < params.pushers) Pusher<C>(cta).run();
       } else if constexpr (C::kReplicate) {
         Collector<C>(cta).run();
+      } else if (params.gather.own != nullptr) {
+        Pusher<C>(cta).run();
       }
     }
     __syncwarp();

@@ -41,7 +41,7 @@ struct Config {
   static constexpr int kImageCols = 128 / static_cast<int>(sizeof(Out));
   static constexpr int kImages = kConsumerN / kImageCols;  // images in a warpgroup's part of a tile
   static constexpr int kPartBytes = kImages * kImageBytes;
-  static constexpr int kPieces = kGather ? 6 : kReplicate ? 2 : 0;  // pieces in that ring
+  static constexpr int kPieces = kGather ? 6 : 2;  // pieces in that ring
 };
 
 // Offsets into shared memory, from a 1024-byte-aligned base.
@@ -58,8 +58,8 @@ struct Shared {
   static constexpr int kTileReady = kBufferDone + 8 * kConsumers * C::kBuffers;
   static constexpr int kTileTaken = kTileReady + 8;
   static constexpr int kPieceLoaded = kTileTaken + 8;
-  static constexpr int kUnits = kPieceLoaded + 8 * C::kPieces;  // {destination, unit, bytes} a unit in flight
-  static constexpr int kTileSlot = kUnits + 24 * (C::kGather ? kUnitsInFlight : 0);
+  static constexpr int kUnits = kPieceLoaded + 8 * C::kPieces;  // {destination, block, bytes, copy} a unit in flight
+  static constexpr int kTileSlot = kUnits + 24 * (C::kReplicate ? 0 : kUnitsInFlight);
   static constexpr int kFirstClaim = kTileSlot + 4, kEpoch = kTileSlot + 8;
   static constexpr int kBytes = kTileSlot + 16;
   static constexpr int kAllocated = kBytes + 1024;  // room to align the base
@@ -88,7 +88,7 @@ struct Shared {
   __device__ __forceinline__ uint32_t tile_slot() const { return base + kTileSlot; }
   __device__ __forceinline__ uint32_t first_claim() const { return base + kFirstClaim; }
   __device__ __forceinline__ uint32_t epoch() const { return base + kEpoch; }
-  // Pusher or collector, to itself: a piece has come, from x or from the results.
+  // Pusher or collector, to itself: a piece has come.
   __device__ __forceinline__ uint32_t piece_loaded(uint32_t slot) const { return base + kPieceLoaded + 8 * slot; }
   __device__ __forceinline__ uint32_t unit(uint32_t index) const { return base + kUnits + 24 * (index % kUnitsInFlight); }
 };

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "schedule/gathering.h"
 #include "schedule/stuck_report.h"
 #include "schedule/tile_order.h"
 #include "schedule/trace_event.h"
@@ -13,14 +14,27 @@ namespace entwine::sm90 {
 
 // The head of an arena, in device memory so that replayed CUDA graphs see it change. Zeroed once. `queue` is the epoch above
 // the claims of this launch, in one word so that a cluster's first claim also tells it the epoch; every launch leaves it at
-// {epoch + 1, 0}. `push` (all-gather: units claimed; all-reduce: parts of finished tiles claimed by collectors) and `landed`
-// (partial sums by push: parts of remote tiles that lie at their owner's) are used by parity of the epoch; a launch clears the
-// next one's.
+// {epoch + 1, 0}. The other counters are used by parity of the epoch; a launch clears the next one's.
 struct Control {
   uint64_t queue;
-  uint32_t push[2];
-  uint32_t landed[2];
+  uint32_t push[2];  // units of what is gathered that are claimed to be pushed; all-reduce: parts claimed by collectors
+  struct alignas(8) Counts {
+    uint32_t landed;  // partial sums by push: parts of remote tiles that lie at their owner's
+    uint32_t copied;  // units of the peers' chunks that are claimed to be copied to the gathered result
+  } counts[2];        // cleared as one word: a store more, and ptxas has too few registers for wgmma
   uint32_t stuck;
+};
+
+// What is gathered beside the matmul: x (all-gather), or some other array (reduce-scatter, if `own` isn't null).
+struct Gather {
+  schedule::Gathering shape;
+  uint8_t const* own;        // this rank's chunk
+  uint8_t* whole;            // all chunks, a result; null if it isn't wanted
+  uint32_t pushers;          // clusters whose idle warp pushes the own chunk
+  uint32_t copiers;          // clusters whose idle warp copies the peers' chunks to `whole`
+  uint32_t units_per_block;  // units in a full row block
+  uint32_t first_word;       // signal word of a source's first row block
+  uint64_t staging_offset;   // of the peers' chunks in a half of the staging
 };
 
 struct Params {
@@ -36,14 +50,12 @@ struct Params {
   uint32_t lead;  // reduce-scatter, all-reduce
   uint32_t pull;  // reduce-scatter, all-reduce: partials wait in their producer's arena, not in the owner's
 
+  uint32_t m_shard;         // all-reduce: rows of a chunk
   uint32_t rows, n;         // all-reduce: of y
   uint64_t results_offset;  // all-reduce: where the peers' finished tiles begin in a half of the staging
 
-  uint32_t pushers;          // all-gather: clusters whose idle warp pushes; reduce-scatter, push: tiles on the link at once
-  uint32_t units_per_block;  // all-gather: units in a full row block
-  uint32_t m_shard;
-  uint64_t row_bytes;  // of x
-  uint8_t const* x_data;
+  uint32_t pushers;  // reduce-scatter, all-reduce by push: tiles on the link at once
+  Gather gather;
 
   uint8_t* arena[schedule::kMaxRanks];  // every rank's, mapped here
   uint64_t arrivals_offset, signals_offset, staging_offset, staging_half;

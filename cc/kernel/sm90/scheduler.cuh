@@ -53,7 +53,7 @@ __device__ __forceinline__ Claim claim(AnyParams const& params, Control* control
   Claim mine{static_cast<uint32_t>(before), static_cast<uint32_t>(before >> 32)};
   if (mine.position == params.last_claim()) {
     ptx::store_relaxed(&control->push[~mine.epoch & 1], 0);
-    ptx::store_relaxed(&control->landed[~mine.epoch & 1], 0);
+    ptx::store_relaxed_64(reinterpret_cast<uint64_t*>(&control->counts[~mine.epoch & 1]), 0);
     ptx::store_relaxed_64(&control->queue, uint64_t(mine.epoch + 1) << 32);
   }
   return mine;
@@ -74,7 +74,7 @@ template <class C>
 __device__ __forceinline__ void await_rows(Cta<C> const& cta, schedule::Tile tile) {
   uint32_t rank = cta.params.rank;
   if (tile.owner == rank) return;
-  wait_for_peer(cta, cta.signal(rank, tile.owner, schedule::gathered_signal(tile.row)), tile.owner, tile.row, tile.col);
+  wait_for_peer(cta, cta.signal(rank, tile.owner, schedule::gathered_signal(0, tile.row)), tile.owner, tile.row, tile.col);
   ptx::fence_cluster();
 }
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ void await_link(Cta<C> const& cta, schedule::Tile til
   uint32_t ordinal = schedule::remote_ordinal(p.ranks, p.rank, tile.owner, index);
   if (ordinal < p.pushers) return;
   uint32_t wanted = (ordinal - p.pushers + 1) * schedule::kSm90Parts;
-  while (ptx::load_relaxed(&cta.control()->landed[cta.parity()]) < wanted) __nanosleep(40);
+  while (ptx::load_relaxed(&cta.control()->counts[cta.parity()].landed) < wanted) __nanosleep(40);
 }
 
 template <class C>
@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
           ptx::mbarrier_arrive(shared.buffer_ready(consumer, buffer(armed)));
       ptx::bulk_wait<0>();
       if (remote) {
-        if (!p.pull) ptx::count_relaxed(&cta.control()->landed[cta.parity()]);
+        if (!p.pull) ptx::count_relaxed(&cta.control()->counts[cta.parity()].landed);
         ptx::store_release_system(cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
                                   schedule::signal_value(cta.epoch));
       } else if (there.images != 0) {

@@ -22,6 +22,12 @@ constexpr int kPoison = 0xff;
 // All ranks' kernels are resident at once, and something is left for the tests' own small kernels.
 constexpr uint32_t kSpareMultiprocessors = 4;
 
+schedule::Gathering gathering_of(Op op, schedule::Geometry const& geometry, bool gathers) {
+  if (op != Op::kAllGatherMatmul && !gathers) return {};
+  Chunk chunk = chunk_of(op, geometry);
+  return {chunk.batch, chunk.rows, uint64_t{chunk.cols} * 2, geometry.tile_m};
+}
+
 }  // namespace
 
 std::string to_string(Variant const& v) {
@@ -31,6 +37,7 @@ std::string to_string(Variant const& v) {
   text += v.float_out ? " to float32" : " to bfloat16";
   if (v.transposed_w) text += ", w transposed";
   if (v.few_rows) return text + ", few rows";
+  if (v.gathers) text += gather ? ", x gathered" : ", gathering beside";
   text += ", tile " + std::to_string(v.tile.m) + " x " + std::to_string(v.tile.n) + ", pushers " + std::to_string(v.pushers);
   return gather ? text : text + ", lead " + std::to_string(v.lead);
 }
@@ -152,7 +159,7 @@ void EmulatedTeam::poison_staging(schedule::ArenaDemand const& demand) {
 }
 
 void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
-                          void* y, uint32_t multiprocessors) {
+                          void* y, void const* z, void* gathered, uint32_t multiprocessors) {
   sm90::Call call{};
   call.op = variant.op;
   call.geometry = tiled(geometry, variant);
@@ -163,11 +170,17 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.plan.lead = variant.lead;
   call.plan.transport = variant.transport;
   call.plan.pushers = variant.pushers;
+  if (variant.pushers == 1) call.plan.copiers = 1;
   call.transposed_w = variant.transposed_w;
   call.float_out = variant.float_out;
   call.x = x;
   call.w = w;
   call.y = y;
+  call.gathering = gathering_of(variant.op, call.geometry, variant.gathers);
+  if (variant.gathers) {
+    call.z = variant.op == Op::kAllGatherMatmul ? nullptr : z;
+    call.gathered = gathered;
+  }
   call.arena = layout_;
   call.arenas = arenas_.data();
   call.rank = rank.number;
@@ -202,6 +215,8 @@ std::string EmulatedTeam::arena_fault() {
               ", claims 0";
     else if (control.push[rank.epoch & 1] != 0)
       fault = where + "the next call's push queue is at " + std::to_string(control.push[rank.epoch & 1]);
+    else if (control.counts[rank.epoch & 1].copied != 0)
+      fault = where + "the next call's copy queue is at " + std::to_string(control.counts[rank.epoch & 1].copied);
     else if (std::any_of(words.begin() + layout_.arrivals_offset() / 4, words.end(), [](uint32_t count) { return count != 0; }))
       fault = where + "arrivals are left";
   });
@@ -231,7 +246,8 @@ schedule::Form form_of(Variant const& v, schedule::Geometry const& geometry) {
 
 schedule::ArenaDemand demand_of(Variant const& v, schedule::Geometry const& geometry) {
   uint32_t element_bytes = v.op != Op::kAllGatherMatmul && v.float_out ? 4 : 2;
-  return schedule::call_demand(v.op, form_of(v, geometry), geometry, schedule::kSm90Parts, element_bytes);
+  return schedule::call_demand(v.op, form_of(v, geometry), geometry, schedule::kSm90Parts, element_bytes,
+                               gathering_of(v.op, geometry, v.gathers));
 }
 
 }  // namespace teams

@@ -20,6 +20,7 @@ struct Variant {
   uint32_t lead, pushers;
   entwine::schedule::TileShape tile;
   bool few_rows = false;  // where the rows are few, else tiles
+  bool gathers = false;   // tiles: returns all of x (all-gather), or of another array that it gathers beside (reduce-scatter)
 };
 std::string to_string(Variant const& variant);
 std::string to_string(entwine::schedule::Geometry const& geometry);
@@ -83,7 +84,7 @@ class EmulatedTeam {
 
   // `multiprocessors` is a limit: 0 is the rank's share.
   void launch(Rank& rank, entwine::schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
-              void* y, uint32_t multiprocessors = 0);
+              void* y, void const* z, void* gathered, uint32_t multiprocessors = 0);
 
   // Whether all arenas are as they must be between calls: "" or what is wrong. Waits.
   std::string arena_fault();
@@ -97,6 +98,16 @@ class EmulatedTeam {
   std::vector<Rank> ranks_;
   std::vector<uint8_t*> arenas_;
 };
+
+// A rank's chunk of what a call gathers: bf16.
+struct Chunk {
+  uint32_t batch, rows, cols;
+  ENTWINE_HOST_DEVICE uint32_t elements() const { return batch * rows * cols; }
+};
+// x, or for reduce-scatter an array with more rows than a chunk of y has.
+inline Chunk chunk_of(entwine::schedule::Op op, entwine::schedule::Geometry const& g) {
+  return {g.batch, g.m_shard + (op == entwine::schedule::Op::kAllGatherMatmul ? 0 : 167), g.k};
+}
 
 entwine::schedule::Form form_of(Variant const& variant, entwine::schedule::Geometry const& geometry);
 entwine::schedule::ArenaDemand demand_of(Variant const& variant, entwine::schedule::Geometry const& geometry);

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "emulated_team.h"
 #include "schedule/geometry.h"
 
 namespace teams {
@@ -26,6 +27,11 @@ ENTWINE_HOST_DEVICE int element(uint32_t seed, uint32_t index) {
 // Seeds of one rank's operands in one call.
 ENTWINE_HOST_DEVICE uint32_t x_seed(uint32_t seed, uint32_t rank) { return seed * 16 + rank; }
 ENTWINE_HOST_DEVICE uint32_t w_seed(uint32_t seed, uint32_t rank) { return seed * 16 + 8 + rank; }
+
+// Of what reduce-scatter gathers beside; all-gather gathers its x.
+ENTWINE_HOST_DEVICE uint32_t gathered_seed(Op op, uint32_t seed, uint32_t rank) {
+  return op == Op::kAllGatherMatmul ? x_seed(seed, rank) : x_seed(seed + (1u << 20), rank);
+}
 
 struct Question {
   Op op;
@@ -95,7 +101,16 @@ static __global__ void fill_expected(float* want, Question q) {
   for (uint32_t i = first_index(); i < count; i += index_step()) want[i] = expected(q, i);
 }
 
-// y has guards of poison on both sides.
+// All of the gathered array: (batch, rank, row, column).
+static __global__ void fill_gathered(float* want, Op op, Chunk chunk, uint32_t ranks, uint32_t seed) {
+  uint32_t part = chunk.rows * chunk.cols;
+  for (uint32_t i = first_index(); i < chunk.elements() * ranks; i += index_step()) {
+    uint32_t batch = i / part / ranks, source = i / part - batch * ranks;
+    want[i] = static_cast<float>(element(gathered_seed(op, seed, source), batch * part + i % part));
+  }
+}
+
+// y has guards of poison on both sides, as has the gathered array.
 constexpr uint32_t kGuardBytes = 256;
 constexpr uint8_t kPoison = 0xff;  // a byte of a NaN of either type
 

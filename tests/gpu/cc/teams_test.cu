@@ -56,9 +56,19 @@ Guarded take_y(Pool& pool, Op op, Geometry const& g, bool float_out) {
   return {pool.take(bytes), bytes};
 }
 
-void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, Op op, Geometry const& g, bool float_out,
-                     Verdict* verdict) {
-  uint32_t count = y_elements(op, g);
+// What a call gathers, and what must come of it.
+struct Gathered {
+  bf16* z;
+  Guarded whole;
+};
+
+Gathered take_gathered(Pool& pool, Chunk const& chunk, uint32_t ranks) {
+  auto* z = reinterpret_cast<bf16*>(pool.take(uint64_t{chunk.elements()} * 2));
+  uint64_t bytes = uint64_t{chunk.elements()} * ranks * 2 + 2 * kGuardBytes;
+  return {z, {pool.take(bytes), bytes}};
+}
+
+void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, bool float_out, Verdict* verdict) {
   if (float_out)
     compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, count, verdict);
   else
@@ -71,6 +81,21 @@ float value_of(uint32_t bits, bool float_out) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
+}
+
+// "" or what is wrong with one rank's gathered array.
+std::string gathered_fault_of(Verdict const& verdict, uint32_t rank, Geometry const& g, Variant const& v) {
+  if (verdict.bad == 0) return "";
+  Chunk chunk = chunk_of(v.op, g);
+  int64_t index = static_cast<int64_t>(~static_cast<uint32_t>(verdict.got >> 32)) - kGuardBytes / 2;
+  int64_t row = index / chunk.cols, part = row / chunk.rows;
+  char first[160];
+  std::snprintf(first, sizeof first, "gathered[%d, rank %d, row %d, %d] is %g (%#x), should be %g",
+                static_cast<int>(part / g.ranks), static_cast<int>(part % g.ranks), static_cast<int>(row % chunk.rows),
+                static_cast<int>(index % chunk.cols), static_cast<double>(value_of(static_cast<uint32_t>(verdict.got), false)),
+                static_cast<uint32_t>(verdict.got), static_cast<double>(value_of(static_cast<uint32_t>(verdict.want), false)));
+  return to_string(v) + ", " + to_string(g) + ", rank " + std::to_string(rank) + ": " + first + ", the first of " +
+         std::to_string(verdict.bad);
 }
 
 // "" or what is wrong with one rank's y.
@@ -109,13 +134,22 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
 
 constexpr uint32_t kLeads[] = {0, 3, 58, 1u << 20};  // 0: the schedule raises it; 1 << 20: all remote tiles first
 constexpr uint32_t kPushers[] = {1, 24};
-constexpr char const* kFamilies[] = {
-    "all_gather_matmul",      "matmul_reduce_scatter pull", "matmul_reduce_scatter push",     "matmul_all_reduce pull",
-    "matmul_all_reduce push", "all_gather_matmul few rows", "matmul_reduce_scatter few rows", "matmul_all_reduce few rows"};
+constexpr char const* kFamilies[] = {"all_gather_matmul",
+                                     "matmul_reduce_scatter pull",
+                                     "matmul_reduce_scatter push",
+                                     "matmul_all_reduce pull",
+                                     "matmul_all_reduce push",
+                                     "all_gather_matmul few rows",
+                                     "matmul_reduce_scatter few rows",
+                                     "matmul_all_reduce few rows",
+                                     "all_gather_matmul with the gathered x",
+                                     "matmul_reduce_scatter pull gathering beside",
+                                     "matmul_reduce_scatter push gathering beside"};
 constexpr uint32_t kFamilyCount = std::size(kFamilies);
 uint32_t family_of(Variant const& v) {
   if (v.few_rows) return 5 + static_cast<uint32_t>(v.op);
-  if (v.op == Op::kAllGatherMatmul) return 0;
+  if (v.op == Op::kAllGatherMatmul) return v.gathers ? 8 : 0;
+  if (v.gathers) return 9 + (v.transport == Transport::kPush);
   return (v.op == Op::kMatmulReduceScatter ? 1 : 3) + (v.transport == Transport::kPush);
 }
 
@@ -138,21 +172,33 @@ std::vector<Variant> exact_variants() {
           for (uint32_t pushers : kPushers)
             variants.push_back({op, Transport::kPush, transposed_w, float_out, kLeads[pushers % 4], pushers, tile});
         }
+        // What is gathered doesn't care how w lies and what y is, but staging and signals lie after those of y.
+        if (transposed_w != float_out) continue;
+        for (uint32_t pushers : kPushers) {
+          variants.push_back(
+              {Op::kAllGatherMatmul, Transport::kPull, transposed_w, float_out, kLeads[2], pushers, tile, false, true});
+          for (Transport transport : {Transport::kPull, Transport::kPush})
+            variants.push_back(
+                {Op::kMatmulReduceScatter, transport, transposed_w, float_out, kLeads[2], pushers, tile, false, true});
+        }
       }
   return variants;
 }
 
 struct ExactBuffers {
-  bf16 *x, *w[2];  // w by whether it is transposed; the other ops' x is the front of matmul_reduce_scatter's
-  float* want[3];  // by op
-  Guarded y;       // room for any variant's
-  Verdict* verdicts;
+  bf16 *x, *w[2];        // w by whether it is transposed; the other ops' x is the front of matmul_reduce_scatter's
+  float* want[3];        // by op
+  Guarded y;             // room for any variant's
+  Gathered gathered[2];  // by op
+  float* want_gathered[2];
+  Verdict *verdicts, *gathered_verdicts;
 };
+constexpr Op kGatheringOps[] = {Op::kAllGatherMatmul, Op::kMatmulReduceScatter};
 
 void exact(EmulatedTeam& team) {
   std::string team_name = "team of " + std::to_string(team.size()) + ", exact ";
   std::vector<Variant> variants = exact_variants();
-  std::vector<Verdict> verdicts(variants.size());
+  std::vector<Verdict> verdicts(variants.size()), gathered_verdicts(variants.size());
   std::string faults[kFamilyCount];
   uint32_t calls[kFamilyCount] = {}, seed = 1;
   team.start_epochs(0);
@@ -171,10 +217,18 @@ void exact(EmulatedTeam& team) {
       for (Op op : kOps)
         b.want[static_cast<uint32_t>(op)] =
             reinterpret_cast<float*>(pool.take(uint64_t{y_elements(op, geometry_for(op, g))} * 4));
+      for (Op op : kGatheringOps) {
+        Chunk chunk = chunk_of(op, g);
+        b.gathered[static_cast<uint32_t>(op)] = take_gathered(pool, chunk, g.ranks);
+        b.want_gathered[static_cast<uint32_t>(op)] =
+            reinterpret_cast<float*>(pool.take(uint64_t{chunk.elements()} * g.ranks * 4));
+      }
       b.verdicts = reinterpret_cast<Verdict*>(pool.take(variants.size() * sizeof(Verdict)));
+      b.gathered_verdicts = reinterpret_cast<Verdict*>(pool.take(variants.size() * sizeof(Verdict)));
       // What lies around the operands is poison.
       CHECK_CUDA(cudaMemsetAsync(pool.base(), kPoison, pool.used(), rank.stream));
       CHECK_CUDA(cudaMemsetAsync(b.verdicts, 0, variants.size() * sizeof(Verdict), rank.stream));
+      CHECK_CUDA(cudaMemsetAsync(b.gathered_verdicts, 0, variants.size() * sizeof(Verdict), rank.stream));
       fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, x_count, x_seed(seed, rank.number));
       for (bool transposed : {false, true})
         fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w[transposed], g.n, g.k, transposed,
@@ -183,6 +237,14 @@ void exact(EmulatedTeam& team) {
         Geometry shape = geometry_for(op, g);
         fill_expected<<<blocks_for(y_elements(op, shape)), kThreads, 0, rank.stream>>>(b.want[static_cast<uint32_t>(op)],
                                                                                        {op, shape, seed, rank.number});
+      }
+      for (Op op : kGatheringOps) {
+        Chunk chunk = chunk_of(op, g);
+        uint32_t index = static_cast<uint32_t>(op), count = chunk.elements();
+        fill_x<<<blocks_for(count), kThreads, 0, rank.stream>>>(b.gathered[index].z, count,
+                                                                gathered_seed(op, seed, rank.number));
+        fill_gathered<<<blocks_for(count * g.ranks), kThreads, 0, rank.stream>>>(b.want_gathered[index], op, chunk, g.ranks,
+                                                                                 seed);
       }
       CHECK_CUDA(cudaGetLastError());
     });
@@ -194,26 +256,39 @@ void exact(EmulatedTeam& team) {
       Progress::at(team_name + to_string(v) + ", " + to_string(shape));
       ++calls[family_of(v)];
       team.each([&](Rank& rank) {
-        CHECK_CUDA(cudaMemsetAsync(all[rank.number].y.begin, kPoison, all[rank.number].y.bytes, rank.stream));
+        ExactBuffers const& b = all[rank.number];
+        CHECK_CUDA(cudaMemsetAsync(b.y.begin, kPoison, b.y.bytes, rank.stream));
+        if (!v.gathers) return;
+        Guarded const& whole = b.gathered[static_cast<uint32_t>(v.op)].whole;
+        CHECK_CUDA(cudaMemsetAsync(whole.begin, kPoison, whole.bytes, rank.stream));
       });
       team.poison_staging(demand_of(v, tiled(shape, v)));
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
-        team.launch(rank, shape, v, b.x, b.w[v.transposed_w], b.y.y());
+        Gathered gathered{};
+        if (v.gathers) gathered = b.gathered[static_cast<uint32_t>(v.op)];
+        team.launch(rank, shape, v, b.x, b.w[v.transposed_w], b.y.y(), gathered.z, gathered.whole.y());
       });
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
-        enqueue_compare(rank, b.y, b.want[static_cast<uint32_t>(v.op)], v.op, shape, v.float_out, &b.verdicts[i]);
+        uint32_t op = static_cast<uint32_t>(v.op);
+        enqueue_compare(rank, b.y, b.want[op], y_elements(v.op, shape), v.float_out, &b.verdicts[i]);
+        if (v.gathers)
+          enqueue_compare(rank, b.gathered[op].whole, b.want_gathered[op], chunk_of(v.op, g).elements() * g.ranks, false,
+                          &b.gathered_verdicts[i]);
       });
       team.finish();
     }
     team.each([&](Rank& rank) {
       CHECK_CUDA(cudaMemcpyAsync(verdicts.data(), all[rank.number].verdicts, verdicts.size() * sizeof(Verdict),
                                  cudaMemcpyDeviceToHost, rank.stream));
+      CHECK_CUDA(cudaMemcpyAsync(gathered_verdicts.data(), all[rank.number].gathered_verdicts,
+                                 variants.size() * sizeof(Verdict), cudaMemcpyDeviceToHost, rank.stream));
       CHECK_CUDA(cudaStreamSynchronize(rank.stream));
       for (size_t i = 0; i < variants.size(); ++i) {
         std::string& fault = faults[family_of(variants[i])];
         if (fault.empty()) fault = fault_of(verdicts[i], rank.number, geometry_for(variants[i].op, g), variants[i]);
+        if (fault.empty()) fault = gathered_fault_of(gathered_verdicts[i], rank.number, g, variants[i]);
       }
     });
   }
@@ -251,6 +326,7 @@ struct StressCall {
   struct Buffers {
     bf16 *x, *w;
     Guarded y;
+    Gathered gathered;
   };
   std::vector<Buffers> rank;
 };
@@ -276,7 +352,9 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     kLeads[below(4)],
                     kPushers[below(4) != 0],
                     schedule::kSm90Tiles[below(3)],
-                    below(2) == 0};
+                    below(2) == 0,
+                    false};
+    if (!call.variant.few_rows) call.variant.gathers = op != Op::kMatmulAllReduce && below(2) == 0;
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -295,11 +373,14 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       b.w = reinterpret_cast<bf16*>(pool.take(uint64_t{g.n} * g.k * 2));
       b.y = take_y(pool, v.op, g, v.float_out);
       most = schedule::larger(most, y_elements(v.op, g));
+      if (!v.gathers) continue;
+      b.gathered = take_gathered(pool, chunk_of(v.op, g), g.ranks);
+      most = schedule::larger(most, chunk_of(v.op, g).elements() * g.ranks);
     }
     want[rank.number] = reinterpret_cast<float*>(pool.take(uint64_t{most} * 4));
-    verdicts[rank.number] = reinterpret_cast<Verdict*>(pool.take(kStressCalls * sizeof(Verdict)));
+    verdicts[rank.number] = reinterpret_cast<Verdict*>(pool.take(2 * kStressCalls * sizeof(Verdict)));
     CHECK_CUDA(cudaMemsetAsync(pool.base(), kPoison, pool.used(), rank.stream));
-    CHECK_CUDA(cudaMemsetAsync(verdicts[rank.number], 0, kStressCalls * sizeof(Verdict), rank.stream));
+    CHECK_CUDA(cudaMemsetAsync(verdicts[rank.number], 0, 2 * kStressCalls * sizeof(Verdict), rank.stream));
     for (StressCall const& call : calls) {
       StressCall::Buffers const& b = call.rank[rank.number];
       Geometry const& g = call.geometry;
@@ -307,6 +388,10 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, x_count, x_seed(call.seed, rank.number));
       fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w, g.n, g.k, call.variant.transposed_w,
                                                                 w_seed(call.seed, rank.number));
+      uint32_t z_count = chunk_of(call.variant.op, g).elements();
+      if (call.variant.gathers)
+        fill_x<<<blocks_for(z_count), kThreads, 0, rank.stream>>>(b.gathered.z, z_count,
+                                                                  gathered_seed(call.variant.op, call.seed, rank.number));
       CHECK_CUDA(cudaGetLastError());
     }
   });
@@ -320,7 +405,8 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       if (below(10) < 3) delay<<<1, 1, 0, rank.stream>>>(below(200'000));
       CHECK_CUDA(cudaGetLastError());
       StressCall::Buffers const& b = call.rank[rank.number];
-      team.launch(rank, call.geometry, call.variant, b.x, b.w, b.y.y(), stress.multiprocessors);
+      team.launch(rank, call.geometry, call.variant, b.x, b.w, b.y.y(), b.gathered.z, b.gathered.whole.y(),
+                  stress.multiprocessors);
     });
   }
   Progress::at(name + ": " + std::to_string(kStressCalls) + " calls are running");
@@ -336,16 +422,24 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       fill_expected<<<blocks_for(y_elements(op, g)), kThreads, 0, rank.stream>>>(want[rank.number],
                                                                                  {op, g, call.seed, rank.number});
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], op, g, call.variant.float_out,
+      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], y_elements(op, g), call.variant.float_out,
                       &verdicts[rank.number][i]);
+      if (!call.variant.gathers) continue;
+      Chunk chunk = chunk_of(op, g);
+      uint32_t count = chunk.elements() * g.ranks;
+      fill_gathered<<<blocks_for(count), kThreads, 0, rank.stream>>>(want[rank.number], op, chunk, g.ranks, call.seed);
+      CHECK_CUDA(cudaGetLastError());
+      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], count, false,
+                      &verdicts[rank.number][kStressCalls + i]);
     }
   });
   team.each([&](Rank& rank) {
-    Verdict found[kStressCalls];
+    Verdict found[2 * kStressCalls];
     CHECK_CUDA(cudaMemcpyAsync(found, verdicts[rank.number], sizeof found, cudaMemcpyDeviceToHost, rank.stream));
     CHECK_CUDA(cudaStreamSynchronize(rank.stream));
     for (uint32_t i = 0; i < kStressCalls && fault.empty(); ++i) {
       fault = fault_of(found[i], rank.number, calls[i].geometry, calls[i].variant);
+      if (fault.empty()) fault = gathered_fault_of(found[kStressCalls + i], rank.number, calls[i].geometry, calls[i].variant);
       if (!fault.empty()) fault = "call " + std::to_string(i) + ", " + fault;
     }
   });
@@ -362,8 +456,15 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
   for (Geometry const& g : shapes)
     for (Op op : kOps)
       for (uint32_t i = 0; i <= std::size(schedule::kSm90Tiles); ++i) {
-        Variant variant{op,    Transport::kPull, false, true, 0, 1, schedule::kSm90Tiles[i % std::size(schedule::kSm90Tiles)],
-                        i == 0};
+        Variant variant{op,
+                        Transport::kPull,
+                        false,
+                        true,
+                        0,
+                        1,
+                        schedule::kSm90Tiles[i % std::size(schedule::kSm90Tiles)],
+                        i == 0,
+                        i != 0 && op != Op::kMatmulAllReduce};
         schedule::ArenaDemand demand = demand_of(variant, tiled(geometry_for(op, g), variant));
         layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
         if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
