@@ -141,7 +141,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.ranks = g.ranks;
   p.rank = call.rank;
   p.row_blocks = g.row_blocks();
-  p.k_blocks = schedule::larger(schedule::ceil_div(g.k, kBlockK), kMinKBlocks);
+  p.k_blocks = schedule::ceil_div(g.k, kBlockK);
   p.clusters = clusters_of(call);
   p.lead = call.plan.lead;
   p.pull = call.plan.transport == schedule::Transport::kPull;

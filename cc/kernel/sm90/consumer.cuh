@@ -1,7 +1,6 @@
 // Consumer: a warpgroup with 64 rows of the tile, up to 128 float32 accumulators a thread. It multiplies, adds partial sums
 // that its storer has fetched, rounds once and hands 8 KB images to its storer. It waits for its loader, its storer and the
-// next tile's post; of peers only through these. (All-gather: the post of a tile waits for its rows, and the upper half of the
-// tile before for the post. Nobody waits for y, so that holds up nothing but itself.)
+// next tile's post; of peers only through these.
 #pragma once
 
 #include "kernel/ptx/matrix.cuh"
@@ -79,49 +78,30 @@ struct Image {
   }
 };
 
-// The accumulators are two halves, of 128 columns in a large tile. While the upper half of a finished tile is stored, the
-// tensor cores already multiply the next tile's first k blocks, the *head*, into the lower half; the upper half catches up
-// afterwards (if C::kAhead).
 template <class C>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(Cta<C> const& cta, uint32_t index, uint32_t warp, uint32_t lane)
       : cta_(cta), tiles_(cta.shared), index_(index), warp_(warp), lane_(lane) {}
 
-  // No paths with and without products in flight may meet, or ptxas waits for them there; so every tile but the first has a
-  // head.
   __device__ __forceinline__ void run() {
-    uint32_t packed = take(), k = 0;  // k blocks of this tile that are multiplied or in flight
-    if (packed == kNoTile) return;
-    for (;;) {
-      do {
+    for (uint32_t packed; (packed = take()) != kNoTile;) {
+      for (uint32_t k = 0; k < cta_.params.k_blocks; ++k) {
         multiply(k);
         ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
         pin(acc_);
         if (k > 0) release(before(stage_));
         advance();
-      } while (++k < cta_.params.k_blocks);
+      }
       ptx::wgmma_wait<0>();
       pin(acc_);
       release(before(stage_));
-
-      bool reduce = !C::kGather && unpack_tile(packed).owner == cta_.params.rank;
-      store_half<0>(reduce);
-      packed = take();
-      if (packed == kNoTile) {
-        store_half<1>(reduce);
-        return;
-      }
-      if constexpr (C::kAhead) multiply_head<0>();
-      store_half<1>(reduce);
-      if constexpr (C::kAhead) multiply_head<1>();
-      k = C::kAhead ? kHead : 0;
+      store(!C::kGather && unpack_tile(packed).owner == cta_.params.rank);
     }
   }
 
  private:
   static constexpr int kStepA = 32 >> 4, kStepB = (C::kTransposedW ? 32 : 2048) >> 4;  // 16 in k, in units of descriptors
-  static constexpr int kHalf = 16384 >> 4;                                             // 128 columns of w
   static constexpr int kTransposeB = C::kTransposedW ? 0 : 1;
 
   __device__ __forceinline__ uint32_t take() {
@@ -152,45 +132,11 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
-  // The next tile's first k blocks, one half of the columns: the lower one leaves them in flight and keeps their stages, the
-  // upper one frees all stages but the last, as multiply() would.
-  template <int kWhich>
-  __device__ __forceinline__ void multiply_head() {
-    float (&acc)[64] = half<kWhich>();
-    uint32_t stage = stage_, phase = phase_;
-#pragma unroll
-    for (uint32_t k = 0; k < kHead; ++k) {
-      if (kWhich == 0) ptx::mbarrier_wait(cta_.shared.full(stage), phase);
-      uint64_t a = x_of(stage), b = w_of(stage) + kWhich * kHalf;
-      pin(acc);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
-        ptx::wgmma_k16<kTransposeB>(acc, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
-      ptx::wgmma_commit();
-      if (kWhich == 1) {
-        ptx::wgmma_wait<1>();
-        pin(acc_);
-        if (k > 0) release(before(stage));
-      }
-      if (++stage == C::kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-    if (kWhich == 1) {
-      stage_ = stage;
-      phase_ = phase;
-    }
-  }
-
-  // Adds what has to be added to one half's columns and hands them to the storer, image by image.
-  template <int kWhich>
-  __device__ __forceinline__ void store_half(bool reduce) {
-    constexpr int kLower = C::kImages / 2;  // a single image counts as upper half
+  // Adds what has to be added and hands the tile to the storer, image by image.
+  __device__ __forceinline__ void store(bool reduce) {
     Shared<C> const& shared = cta_.shared;
 #pragma unroll
-    for (int i = kWhich == 0 ? 0 : kLower; i < (kWhich == 0 ? kLower : C::kImages); ++i) {
+    for (int i = 0; i < C::kImages; ++i) {
       float* values = acc_ + i * Image<C>::kValues;
       uint32_t buffer = used_ % C::kBuffers;
       ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
@@ -219,10 +165,6 @@ class Consumer {
       stage_ = 0;
       phase_ ^= 1;
     }
-  }
-  template <int kWhich>
-  __device__ __forceinline__ float (&half())[64] {
-    return *reinterpret_cast<float (*)[64]>(&acc_[kWhich * 64]);
   }
 
   Cta<C> const& cta_;

@@ -11,13 +11,11 @@ constexpr uint32_t kThreads = 384;                                 // one warpgr
 constexpr uint32_t kConsumers = 2;                                 // warpgroups
 constexpr uint32_t kRoleRegisters = 56, kConsumerRegisters = 224;  // 40 and 232 spill in the storer
 constexpr uint32_t kImageBytes =
-    8192;                      // 64 rows x 128 bytes, 128-byte-swizzled: what one TMA store of y or one partial copy moves
-constexpr uint32_t kHead = 1;  // k blocks of the next tile that start while the finished one is being stored
-constexpr uint32_t kMinKBlocks = kHead + 1;  // k past the end reads as zeros
-constexpr uint32_t kClaimAhead = 8;          // k blocks before a tile's last load at which the loader asks for the next tile
-constexpr uint32_t kUnitBytes = 65536;       // what a pusher claims at once
-constexpr uint32_t kPieceBytes = 8192;       // and copies at once; all-reduce: an image
-constexpr uint32_t kUnitsInFlight = 8;       // units a pusher remembers until they are signalled
+    8192;  // 64 rows x 128 bytes, 128-byte-swizzled: what one TMA store of y or one partial copy moves
+constexpr uint32_t kClaimAhead = 8;     // k blocks before a tile's last load at which the loader asks for the next tile
+constexpr uint32_t kUnitBytes = 65536;  // what a pusher claims at once
+constexpr uint32_t kPieceBytes = 8192;  // and copies at once; all-reduce: an image
+constexpr uint32_t kUnitsInFlight = 8;  // units a pusher remembers until they are signalled
 constexpr uint32_t kSharedLimit = 232448;
 static_assert(kPieceBytes == kImageBytes, "one ring for either");
 
