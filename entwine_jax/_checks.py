@@ -16,6 +16,11 @@ def arrays(op: str, x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(x), jnp.asarray(w)
 
 
+def several(op: str, ws: Any) -> None:
+    if not ws:
+        raise TypeError(f"entwine_jax.{op}: w={ws!r} is empty but must hold at least one matrix")
+
+
 def shapes(op: str, x: tuple[int, ...], w: tuple[int, ...], team: int, axis_name: tuple[str, ...]) -> None:
     """x (..., rows, k), w (k, n); the rows that reduce-scatter divides must be a multiple of the team's size."""
     if len(x) < 2:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,35 @@ def all_gather_matmul(
     strategy: str | None = ...,
     config: Config | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
 def all_gather_matmul(
     x: ArrayLike,
-    w: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[False] = False,
+    residuals: str = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> tuple[jax.Array, ...]: ...
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[True],
+    residuals: str = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike | Sequence[ArrayLike],
     axis_name: AxisName,
     *,
     return_gathered: bool = False,
@@ -57,7 +83,7 @@ def all_gather_matmul(
     precision: Any = None,
     strategy: str | None = None,
     config: Config | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...] | tuple[jax.Array | tuple[jax.Array, ...], jax.Array]:
     """``y = all_gather(x) @ w``, the gather running while the product does. For use inside ``jax.shard_map``.
 
     The column-parallel matmul of a tensor-parallel layer, in lax::
@@ -77,22 +103,22 @@ def all_gather_matmul(
     gathers x again beside it, so that ``dw = all_gather(x).T @ dy`` is a plain dot without a collective of its own.
     Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
 
-    Other products with the same rows need no gather of their own::
+    Several products of the same rows need one gather: with a tuple or list of weights, x is gathered beside the first
+    product, the others are plain dots of what has come, and each dx is a ``matmul_reduce_scatter``::
 
-        up, rows = all_gather_matmul(x, w_up, axis_name, return_gathered=True)
-        gate = rows @ w_gate
+        gate, up = all_gather_matmul(x, (w_gate, w_up), axis_name)
 
     Args:
       x: the rank's rows; leading dimensions are a batch.
-      w: the rank's columns, a matrix.
+      w: the rank's columns, a matrix; or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
         differentiable as well.
       residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
         the gathered x, t times as large, which spares the backward pass the link (and is done anyway where x has no
         gradient, as in a first layer). It is named ``"entwine_gathered"``
-        for policies of ``jax.checkpoint``, as what is gathered on XLA always is. With ``return_gathered=True`` the
-        gathered x is there anyway, and kept.
+        for policies of ``jax.checkpoint``, as what is gathered on XLA always is. With ``return_gathered=True`` or
+        several weights the gathered x is there anyway, and kept.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
       precision: as in ``jnp.matmul``.
       strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
@@ -101,7 +127,8 @@ def all_gather_matmul(
       config: overrides for the fused schedule.
 
     Returns:
-      y, or ``(y, all_gather(x))``. Products are summed in float32 under ``"fused"`` and rounded to y's dtype once.
+      y, a tuple of one y for each of several weights; or ``(y, all_gather(x))``. Products are summed in float32 under
+      ``"fused"`` and rounded to y's dtype once.
 
     With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
     of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
@@ -118,8 +145,20 @@ def all_gather_matmul(
     """
     op = "all_gather_matmul"
     saves = _config.saves(op, residuals)
+    if isinstance(w, tuple | list):
+        ys, rows = _several(x, w, axis_name, preferred_element_type, precision, strategy, config)
+        return (ys, rows) if return_gathered else ys
     y, gathered = on_ranks(
-        op, x, w, axis_name, preferred_element_type, precision, strategy, config, bool(return_gathered), saves
+        op,
+        x,
+        cast(ArrayLike, w),
+        axis_name,
+        preferred_element_type,
+        precision,
+        strategy,
+        config,
+        bool(return_gathered),
+        saves,
     )
     return y if gathered is None else (y, gathered)
 
@@ -283,6 +322,40 @@ def on_ranks(
     )
 
 
+def _several(
+    x: ArrayLike,
+    ws: Sequence[ArrayLike],
+    axis_name: AxisName,
+    preferred_element_type: DTypeLike | None,
+    precision: Any,
+    strategy: str | None,
+    config: Config | None,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """all_gather_matmul of several weights: the first product gathers, the others use what it has gathered."""
+    op = "all_gather_matmul"
+    _checks.several(op, ws)
+    settings = _config.resolve(op, strategy, config)
+    team = _team.resolve(op, axis_name)
+    pairs = [_checks.arrays(op, x, w) for w in ws]
+    x = pairs[0][0]
+    for _, w in pairs:
+        _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
+    operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for _, w in pairs))
+    x = x.astype(operand)
+    dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
+    request = Request(op, team, False, dtype, precision, settings, gathers=True, saves=True)
+    arrays = [w.astype(operand) for _, w in pairs]
+    for _ in range(2):  # the second time with all axes that any of them varies over
+        for i, w in enumerate(arrays):
+            x, arrays[i] = _lowering.vary(x, w, team.axis_name)
+    leading, x = x.shape[:-2], _flat(x)
+    y, rows = _run(request, x, arrays[0])
+    assert rows is not None
+    ys = [y, *(_of_rows(request, x, w, rows) for w in arrays[1:])]
+    shaped = [v.reshape(*leading, *v.shape[1:]) for v in (*ys, rows)]
+    return tuple(shaped[:-1]), shaped[-1]
+
+
 def of_shards(
     op: str, team: Team, a: jax.Array, b: jax.Array, transpose_b: bool, dtype: Any, precision: Any, settings: Settings
 ) -> jax.Array:
@@ -434,6 +507,44 @@ def _fused_inline(
     """In a trace of its own, since shard_map outside of jit knows no symbolic zeros."""
     results: tuple[jax.Array, jax.Array | None] = _fused(request, choice, x, w, z)
     return results
+
+
+def _of_rows(request: Request, x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
+    """all_gather_matmul where all of x is at hand: `rows`."""
+    choice = _strategy.choose(request, x, w)
+    if choice.strategy == "fused":
+        y: jax.Array = _dot_of_rows_inline(request, choice, x, w, rows)
+        return y
+    return _reference.matmul(rows, w, transpose_w=request.transpose_w, dtype=request.dtype, precision=request.precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dot_of_rows(request: Request, choice: Choice, x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
+    """A plain dot, whose gradient of x is the fused one: rows are taken to be what they are, not to depend on x."""
+    return _reference.matmul(rows, w, transpose_w=request.transpose_w, dtype=request.dtype, precision=request.precision)
+
+
+def _forward_of_rows(request: Request, choice: Choice, x: Any, w: Any, rows: Any) -> Any:
+    nothing = jnp.zeros((0,), w.value.dtype)  # as in _forward
+    kept = w.value if x.perturbed else nothing, rows.value if w.perturbed else nothing
+    return _dot_of_rows_inline(request, choice, x.value, w.value, rows.value), kept
+
+
+def _backward_of_rows(request: Request, choice: Choice, kept: Any, dy: Any) -> Any:
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        return None, None, None
+    w, rows = (v if v.size else None for v in kept)
+    dx, dw = _from_dy(request, choice, dy, None, w, rows, kept[0].dtype)
+    return dx, dw, None
+
+
+_dot_of_rows.defvjp(_forward_of_rows, _backward_of_rows, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _dot_of_rows_inline(request: Request, choice: Choice, x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
+    y: jax.Array = _dot_of_rows(request, choice, x, w, rows)
+    return y
 
 
 def _gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:

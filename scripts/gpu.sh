@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
 #
-#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [peers] [timeline]
+#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [mlp] [peers] [timeline]
 #                                                        by default all but peers and timeline
 #
 # teams runs the kernels without JAX in teams of 2 to 8 ranks that share the GPUs.
+# mlp times a SwiGLU MLP, forward and backward, against XLA and without its collectives.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
 # timeline traces the tiles of a call under three orders.
@@ -31,8 +32,8 @@ summary=()
 failed=0
 
 for step in $steps; do
-  case $step in build | smoke | teams | test | demo | example | bench | peers | timeline) ;; *)
-    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench, peers and timeline" >&2
+  case $step in build | smoke | teams | test | demo | example | bench | mlp | peers | timeline) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench, mlp, peers and timeline" >&2
     exit 2
     ;;
   esac
@@ -167,6 +168,12 @@ if wants peers; then
   if "$python" -c 'import matplotlib' 2>/dev/null && [[ -s $out/peers.json ]]; then
     "$python" -m benchmarks.report "$out/peers.json" --plots "$out/plots" >/dev/null || failed=1
   fi
+fi
+
+if wants mlp; then
+  echo "== mlp"
+  run mlp 240 "$python" -m benchmarks.mlp_fwd_bwd --out "$out/mlp.json"
+  grep -v -E '^(W|I|E)[0-9]{4} ' "$out/mlp.log" | tail -n 12 | cut -c1-300
 fi
 
 if wants timeline; then

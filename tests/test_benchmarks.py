@@ -9,6 +9,7 @@ import statistics
 import sys
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -16,7 +17,7 @@ from jax import lax
 # Behind everything else: the package under test is the installed one.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from benchmarks import chains, collective_matmul, link, peers, plots, report, rounds, shapes, timeline
+from benchmarks import chains, collective_matmul, link, mlp_fwd_bwd, peers, plots, report, rounds, shapes, timeline
 from benchmarks.peers import common, pallas, torch_symm_mem
 from entwine_jax import _trace
 
@@ -345,6 +346,25 @@ def test_documents_are_current():
     files = [str(root / "README.md"), str(root / "docs" / "performance.md")]
     model = str(results / "h200x2_transformer.json")
     report.main([str(results / "h200x2.json"), "--model", model, "--check", *files])
+
+
+def test_mlp_fwd_bwd(tmp_path, capsys):
+    """Ours, twice, is XLA's result, and what is written is what is printed."""
+    out = tmp_path / "mlp.json"
+    mlp_fwd_bwd.main(["--out", str(out), "--tiny", "--platform", "cpu"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["forward", "forward_backward"]
+    for row in rows:
+        assert row["ms"].keys() == row["spread"].keys() == {"ours", "ours_regather", "xla", "alone"}
+        assert all(0 < error < mlp_fwd_bwd.TOLERANCE for error in row["error"].values())
+    printed = capsys.readouterr().out
+    assert f"| {rows[1]['tokens']} | forward and backward | {rows[1]['ms']['ours']:.3f} |" in printed
+
+
+def test_mlp_fwd_bwd_checks_results():
+    x = jnp.ones((4, 4))
+    with pytest.raises(SystemExit, match=r"ours: a result is 1\.00e\+00 from XLA's"):
+        mlp_fwd_bwd.check("ours", [x, 2 * x], [x, x])
 
 
 def test_timeline(tmp_path):

@@ -232,6 +232,71 @@ def test_second_gradient_of_what_is_gathered(check_vma):
     assert_close(got, wanted, 3e-5)
 
 
+def several(x, gate, up, down, strategy="fused", **options):
+    a, b = entwine_jax.all_gather_matmul(x, (gate, up), "t", strategy=strategy, **options)
+    return entwine_jax.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "t", strategy=strategy)
+
+
+def several_in_lax(x, gate, up, down):
+    rows = lax.all_gather(x, "t", axis=x.ndim - 2, tiled=True)
+    return in_lax(SCATTER, jax.nn.silu(rows @ gate) * (rows @ up), down, "t")
+
+
+def spread_several(rank, mesh, check_vma=True):
+    specs = (P("d", "t"), P(None, "t"), P(None, "t"), P("t"))
+    return jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=P("d", "t"), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("strategy", ["fused", "xla"])
+def test_several_weights(check_vma, strategy):
+    """One gather forward; backward dx of each is a reduce-scatter, and nothing else travels."""
+    mesh, args, dy = mesh_of((2, 4), ("d", "t")), swiglu_operands(), normal((2, 16, 12), 7)
+
+    def pull(rank):
+        f = spread_several(rank, mesh, check_vma)
+        return lambda *args: (f(*args), jax.vjp(f, *args)[1](dy))
+
+    compiled = jax.jit(pull(functools.partial(several, strategy=strategy))).lower(*args).compile()
+    assert_close(compiled(*args), jax.jit(pull(several_in_lax))(*args))
+    found = collectives(compiled.as_text())
+    found.pop("all-reduce")  # weight gradients over d
+    if strategy == "fused":
+        # x, dy of w_down; the result, dx of gate and of up.
+        assert found == {f"entwine_{GATHER}": 2, f"entwine_{SCATTER}": 3}
+    else:
+        assert not any(name.startswith("entwine") for name in found)
+
+
+def test_several_weights_again():
+    """Gradients of gradients, and eagerly; several dtypes; one weight; the gathered x as well."""
+    mesh, args = mesh_of((2, 4), ("d", "t")), swiglu_operands()
+
+    def norm_of_gradient(rank):
+        loss = lambda *args: jnp.sum(jnp.square(spread_several(rank, mesh)(*args)))  # noqa: E731
+        return lambda *args: sum(jnp.sum(jnp.square(g)) for g in jax.grad(loss, (0, 1, 2, 3))(*args))
+
+    got, wanted = (jax.jit(jax.grad(norm_of_gradient(rank), (0, 1, 2, 3)))(*args) for rank in (several, several_in_lax))
+    assert_close(got, wanted, 3e-5)
+    assert_close(spread_several(several, mesh)(*args), spread_several(several_in_lax, mesh)(*args))
+
+    def dtypes(x, w):
+        ys, rows = gathering(x, (w, w.astype(jnp.float32), w), preferred_element_type=jnp.float32)
+        (only,) = entwine_jax.all_gather_matmul(x, [w], "t", strategy="fused")
+        return *ys, rows, only
+
+    x, w = integers((8, 6), 1, jnp.bfloat16), integers((6, 8), 2, jnp.bfloat16)
+    f = jax.shard_map(dtypes, mesh=mesh_of((2,)), in_specs=(P("t"), P(None, "t")), out_specs=(P(None, "t"),) * 5)
+    *ys, rows, only = jax.jit(f)(x, w)
+    assert [v.dtype for v in (*ys, rows, only)] == [jnp.float32] * 4 + [jnp.bfloat16]
+    for y in (*ys, only):
+        np.testing.assert_array_equal(np.asarray(y, np.float64), product(x, w))
+    with pytest.raises(TypeError, match="w=\\(\\) is empty"):
+        jax.shard_map(
+            lambda x: entwine_jax.all_gather_matmul(x, (), "t"), mesh=mesh_of((2,)), in_specs=P("t"), out_specs=P("t")
+        )(x)
+
+
 def gradient_text(rank, op, argnums, **options):
     f = spread(rank, op, mesh_of((4,)), **options)
     x, w = normal((16, 12), 1), normal((12, 24), 2)

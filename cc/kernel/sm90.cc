@@ -143,6 +143,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.row_blocks = g.row_blocks();
   p.k_blocks = schedule::ceil_div(g.k, kBlockK);
   p.clusters = clusters_of(call);
+  p.last = p.ranks * p.raster.size() + p.clusters - 1;
   p.lead = call.plan.lead;
   p.pull = call.plan.transport == schedule::Transport::kPull;
   p.pushers = call.plan.pushers;

@@ -117,13 +117,16 @@ def test_stress():
     assert not np.any([np.asarray(each) for each in wrong])
 
 
-def mlp(mesh, strategy, gather_options=(), policy=None):
+def mlp(mesh, strategy, form, policy=None):
     """The loss of a sequence-parallel SwiGLU MLP, in which up and gate share one gather."""
-    options = {"strategy": strategy, **dict(gather_options)}
 
     def rank(x, gate, up, down):
-        a, rows = entwine_jax.all_gather_matmul(x, gate, AXIS, return_gathered=True, **options)
-        h = jax.nn.silu(a) * (rows @ up)
+        if form == "several":
+            a, b = entwine_jax.all_gather_matmul(x, (gate, up), AXIS, strategy=strategy)
+        else:
+            a, rows = entwine_jax.all_gather_matmul(x, gate, AXIS, return_gathered=True, strategy=strategy)
+            b = rows @ up
+        h = jax.nn.silu(a) * b
         return x + entwine_jax.matmul_reduce_scatter(h, down, AXIS, strategy=strategy)
 
     if policy is not None:
@@ -137,8 +140,9 @@ def mlp(mesh, strategy, gather_options=(), policy=None):
     return lambda *args: jnp.mean(jnp.square(run(*args).astype(jnp.float32)))
 
 
+@pytest.mark.parametrize("form", ["rows", "several"])
 @pytest.mark.parametrize("policy", ["none", "nothing", "gathered"])
-def test_gradient_of_a_shared_gather(policy):
+def test_gradient_of_a_shared_gather(policy, form):
     policies = {
         "none": None,
         "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -158,7 +162,7 @@ def test_gradient_of_a_shared_gather(policy):
         array((hidden * ranks, d), P(AXIS), (hidden * ranks) ** -0.5),
     )
     (ours, gradients), (theirs, wanted) = (
-        jax.jit(jax.value_and_grad(mlp(mesh, strategy, policy=policies[policy]), (0, 1, 2, 3)))(*args)
+        jax.jit(jax.value_and_grad(mlp(mesh, strategy, form, policies[policy]), (0, 1, 2, 3)))(*args)
         for strategy in ("fused", "xla")
     )
     assert abs(float(ours) - float(theirs)) <= 1e-3 * abs(float(theirs))

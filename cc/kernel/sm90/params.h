@@ -21,7 +21,7 @@ struct Control {
   struct alignas(8) Counts {
     uint32_t landed;  // partial sums by push: parts of remote tiles that lie at their owner's
     uint32_t copied;  // units of the peers' chunks that are claimed to be copied to the gathered result
-  } counts[2];        // cleared as one word: a store more, and ptxas has too few registers for wgmma
+  } counts[2];        // cleared as one word
   uint32_t stuck;
 };
 
@@ -46,6 +46,7 @@ struct Params {
   uint32_t row_blocks;  // row blocks of a chunk in one batch
   uint32_t k_blocks;    // of 64
   uint32_t clusters;    // launched
+  uint32_t last;        // the position of the launch's last claim: every cluster's last one finds no tile
 
   uint32_t lead;  // reduce-scatter, all-reduce
   uint32_t pull;  // reduce-scatter, all-reduce: partials wait in their producer's arena, not in the owner's
@@ -67,8 +68,7 @@ struct Params {
   schedule::TraceEvent* trace;  // traced kernels: [CTA][writer][trace_capacity], zeroed
   uint32_t trace_capacity;
 
-  // The position of the launch's last claim: every cluster's last one finds no tile.
-  ENTWINE_HOST_DEVICE uint32_t last_claim() const { return ranks * raster.size() + clusters - 1; }
+  ENTWINE_HOST_DEVICE uint32_t last_claim() const { return last; }
 };
 
 }  // namespace entwine::sm90
