@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
 #
-#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [mlp] [peers] [timeline]
-#                                                        by default all but peers and timeline
+#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [mlp] [peers] [timeline] [gemm]
+#                                                        by default all but peers, timeline and gemm
 #
 # teams runs the kernels without JAX in teams of 2 to 8 ranks that share the GPUs.
 # mlp times a SwiGLU MLP, forward and backward, against XLA and without its collectives.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
-# timeline traces the tiles of a call under three orders.
+# timeline traces the tiles of a call under three orders. gemm times the matmul alone against cuBLAS.
 # Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
@@ -32,8 +32,8 @@ summary=()
 failed=0
 
 for step in $steps; do
-  case $step in build | smoke | teams | test | demo | example | bench | mlp | peers | timeline) ;; *)
-    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench, mlp, peers and timeline" >&2
+  case $step in build | smoke | teams | test | demo | example | bench | mlp | peers | timeline | gemm) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench, mlp, peers, timeline and gemm" >&2
     exit 2
     ;;
   esac
@@ -180,6 +180,15 @@ if wants timeline; then
   echo "== timeline"
   run timeline 90 "$python" -m benchmarks.timeline --out "$out/timeline.json"
   grep -v -E '^(W|I|E)[0-9]{4} ' "$out/timeline.log" | tail -n 5 | cut -c1-300
+fi
+
+if wants gemm; then
+  echo "== gemm"
+  # JAX brings its own cuBLAS, the toolkit another.
+  cublas=$("$python" -c 'import pathlib, sys; print(":".join(str(f.parent) for p in sys.path for f in pathlib.Path(p or ".").glob("nvidia/*/lib/libcublas.so.13")))')
+  LD_LIBRARY_PATH=$cublas:/usr/local/cuda/lib64 run gemm 60 "$work/cmake/gemm"
+  cp "$out/gemm.log" "$out/gemm.json"
+  cut -c1-300 "$out/gemm.log"
 fi
 
 echo "== summary (logs in $out)"
