@@ -46,7 +46,7 @@ from jax.sharding import Mesh
 import entwine_jax
 from benchmarks import chains, link, peers, rounds
 from benchmarks.chains import AXIS
-from benchmarks.shapes import LINK_BYTES_PER_SECOND, SUITES, TINY, Shape
+from benchmarks.shapes import ALL_REDUCE_OP, LINK_BYTES_PER_SECOND, SUITES, TINY, Shape
 
 PEERS = ("xla", *peers.MODULES)
 STRATEGIES = ("fused", "auto")
@@ -234,7 +234,9 @@ def comma_list(allowed: Sequence[str]) -> Any:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
-    parser.add_argument("--suite", choices=sorted(SUITES), default="ten")
+    parser.add_argument(
+        "--suite", type=comma_list(tuple(sorted(SUITES))), default=("ten",), help=f"some of {','.join(sorted(SUITES))}"
+    )
     parser.add_argument("--peers", type=comma_list(PEERS), default=("xla",), help=f"some of {','.join(PEERS)}")
     parser.add_argument(
         "--strategy",
@@ -285,7 +287,7 @@ def write(out: pathlib.Path, about: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    suites: dict[str, tuple[Shape, ...]] = SUITES[options.suite]
+    suites = {name: shapes for chosen in options.suite for name, shapes in SUITES[chosen].items()}
     settings = Settings(options.rounds, options.calls, rounds.SAMPLE_SECONDS, options.strategy)
     if options.tiny:
         suites = {"tiny": TINY}
@@ -303,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     link_alone = LinkAlone(devices, notes)
     for suite, shapes in suites.items():
         for shape in shapes:
-            if shape.m % len(devices):
+            if shape.op != ALL_REDUCE_OP and shape.m % len(devices):
                 notes.append(f"{shape} left out: m is no multiple of {len(devices)}, the number of devices")
                 progress(notes[-1])
                 continue

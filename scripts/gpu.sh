@@ -12,7 +12,7 @@
 # Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
-#   PYTEST_ARGS            for example "-k ragged -x"
+#   PYTEST_ARGS            for example "-k 'ragged or few_rows' -x"
 #   BENCH_ARGS             for bench and peers, for example "--suite all_reduce --strategy fused,auto"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
 set -uo pipefail
@@ -118,9 +118,9 @@ fi
 if wants test; then
   echo "== test"
   # --capture=sys leaves the watchdog's stacks in the log; the image's pytest may be older than the project's.
-  # shellcheck disable=SC2086
+  eval "pytest_args=(${PYTEST_ARGS:-})"
   run test 400 "$python" -m pytest tests/gpu -v --capture=sys --tb=short --durations=12 -o minversion=8.0 \
-    -p no:cacheprovider --junitxml="$out/test.xml" ${PYTEST_ARGS:-} ||
+    -p no:cacheprovider --junitxml="$out/test.xml" "${pytest_args[@]}" ||
     { grep -n -E '^E  ' "$out/test.log" | cut -c1-600 | head -40; tail -n 15 "$out/test.log" | cut -c1-300; }
   grep -E '^(FAILED|ERROR)' "$out/test.log" | cut -c1-400 | head -40
   summary+=("       $(grep -E '(passed|failed|error|skipped).* in [0-9.]+s' "$out/test.log" | tail -n 1)")

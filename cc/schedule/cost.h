@@ -7,7 +7,7 @@
 namespace entwine::schedule::cost {
 
 // Fused: launch, prologue, first loads, drain; then waves of tiles. A tile costs the same however little of it is inside the
-// matrix, or as its columns of w take to stream in, which is what bounds few rows.
+// matrix. Where most rows of a tile are outside, w streams in more slowly than it is multiplied.
 constexpr double kLaunchUs = 8, kLinkBytesPerUs = kSm90LinkBytesPerSecond * 1e-6;
 constexpr double kCollectUs = 6;  // all-reduce: from the last finished tile's landing to its place in every y
 // XLA: a GEMM of any tile shape at cuBLAS' rate or memory's, and NCCL before or after it.
@@ -19,7 +19,8 @@ constexpr double kFewRowsLaunchUs = 12, kFewRowsStreamBytesPerUs = 3.7e6, kFewRo
 
 constexpr double larger(double a, double b) { return a < b ? b : a; }
 
-// A cluster's tile: microseconds a k block of 64, and for the rest of it; w's bytes a microsecond for the GPU.
+// A cluster's tile: microseconds a k block of 64, and for the rest of it; w's bytes a microsecond for the GPU if the tile isn't
+// full.
 struct TileCost {
   double k_block_us, rest_us, stream;
 };
@@ -42,7 +43,7 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
     after_us = kCollectUs + finished_us / larger(1, double(g.tiles()) / kSm90Clusters);
     link_us += finished_us;
   }
-  double stream_us = 2.0 * g.n * g.k / tile.stream;
+  double stream_us = g.m_shard < g.tile_m ? 2.0 * g.n * g.k / tile.stream : 0;
   return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us) + after_us;
 }
 
