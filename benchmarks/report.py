@@ -5,8 +5,12 @@ python -m benchmarks.report FILE.json --update README.md ...      rewrites what 
 python -m benchmarks.report FILE.json --check README.md ...       fails if that isn't what it would write
 python -m benchmarks.report FILE.json --plots docs                writes PNG plots (needs matplotlib: the extra `bench`)
 
-A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->:
-`benchmark` (the ten shapes), `benchmark-suites` (the other suites, and strategy "auto") and `benchmark-losing`.
+What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_mlp.json, FILE_gemm.json,
+FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
+
+A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->: `benchmark` (the ten
+shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, and `peers`, `mlp`, `gemm` and
+`transformer` for the other files.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import plots
+from benchmarks import mlp_fwd_bwd, plots, timeline
 from benchmarks.rounds import geometric_mean
 from benchmarks.rows import (
     SUITE_TITLES,
@@ -224,13 +228,44 @@ def transformer(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def blocks(results: dict[str, Any], model: dict[str, Any] | None = None) -> dict[str, str]:
-    found = {
+def mlp(results: dict[str, Any]) -> str:
+    """The block `mlp`, from the JSON of benchmarks/mlp_fwd_bwd.py."""
+    return f"{mlp_fwd_bwd.table(results['rows'])}\n"
+
+
+def gemm(results: dict[str, Any]) -> str:
+    """The block `gemm`, from the JSON of benchmarks/gemm.cu."""
+    lines = [
+        markdown_row(["m, n, k", "tile", "ours", "cuBLAS", "cuBLAS / ours", "TFLOP/s"]),
+        markdown_row(["---", "---", "---:", "---:", "---:", "---:"]),
+    ]
+    for row in results["rows"]:
+        tile = "few rows" if row["few_rows"] else f"{row['tile_m']} x {row['tile_n']}"
+        ms = [milliseconds(row["ours_ms"]), milliseconds(row["cublas_ms"])]
+        shape = f"{row['m']}, {row['n']}, {row['k']}"
+        lines.append(markdown_row([shape, tile, *ms, speed(row["cublas_over_ours"]), f"{row['tflops']:.0f}"]))
+    return "\n".join(lines) + "\n"
+
+
+# Files beside the main one, and what becomes of them; the main one makes the other blocks.
+BESIDE = {"peers": report, "mlp": mlp, "gemm": gemm, "transformer": transformer}
+
+
+def beside(path: pathlib.Path, kind: str) -> pathlib.Path:
+    return path.with_name(f"{path.stem}_{kind}.json")
+
+
+def blocks(results: dict[str, Any]) -> dict[str, str]:
+    return {
         "benchmark": report(results),
         "benchmark-suites": suites(results),
         "benchmark-losing": losing(results),
     }
-    return found if model is None else found | {"transformer": transformer(model)}
+
+
+def blocks_beside(path: pathlib.Path) -> dict[str, str]:
+    others = {kind: beside(path, kind) for kind in BESIDE}
+    return {kind: BESIDE[kind](json.loads(other.read_text())) for kind, other in others.items() if other.exists()}
 
 
 def with_report(text: str, found: dict[str, str], name: str) -> str:
@@ -253,14 +288,13 @@ def with_report(text: str, found: dict[str, str], name: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=pathlib.Path, help="JSON written by benchmarks.collective_matmul")
-    parser.add_argument("--model", type=pathlib.Path, metavar="JSON", help="written by examples/transformer.py")
     parser.add_argument("--plots", type=pathlib.Path, metavar="FOLDER", help="write the plots there, too")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--update", type=pathlib.Path, nargs="+", default=[], metavar="FILE.md")
     action.add_argument("--check", type=pathlib.Path, nargs="+", default=[], metavar="FILE.md")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
-    found = blocks(results, None if options.model is None else json.loads(options.model.read_text()))
+    found = blocks(results) | blocks_beside(options.results)
     if not options.update and not options.check:
         print("\n".join(found.values()), end="")
     for path in options.update:
@@ -268,6 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plots is not None:
         for path in plots.write(results, options.plots):
             print(path, file=sys.stderr)
+        if (traced := beside(options.results, "timeline")).exists():
+            timeline.plot(json.loads(traced.read_text()), options.plots / "timeline.png")
+            print(options.plots / "timeline.png", file=sys.stderr)
     stale = [str(path) for path in options.check if path.read_text() != with_report(path.read_text(), found, str(path))]
     if stale:
         sys.exit(
