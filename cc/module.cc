@@ -83,8 +83,8 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
 }
 
 std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-                                    uint32_t k, uint32_t missing, uint32_t out_bytes) {
-  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing), out_bytes);
+                                    uint32_t k, uint32_t missing, uint32_t out_bytes, bool tiles_only) {
+  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing), out_bytes, tiles_only);
   return {p.fused_us, p.xla_us};
 }
 
@@ -164,7 +164,7 @@ NB_MODULE(_core, m) {
   m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
         "out_bytes"_a, "The default plan of an op on \"host\" or \"sm90\".");
   m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "out_bytes"_a, "Predicted microseconds on sm_90, (fused, xla).");
+        "out_bytes"_a, "tiles_only"_a = false, "Predicted microseconds on sm_90, (fused, xla).");
   m.def("tile_order", &tile_order, "op"_a, nb::kw_only(), "ranks"_a, "rank"_a, "batch"_a, "m_shard"_a, "n"_a, "tile_m"_a,
         "tile_n"_a, "raster"_a, "lead"_a, "The tiles in the order in which `rank` claims them, as (owner, row, column).");
   m.def("chunk_rows", &chunk_rows, "target"_a, nb::kw_only(), "ranks"_a, "rows"_a,

@@ -18,7 +18,16 @@ def make_plan(
     op: str, target: str, *, ranks: int, batch: int, m_shard: int, n: int, k: int, missing: int = 0, out_bytes: int
 ) -> PlanDict: ...
 def predict(
-    op: str, *, ranks: int, batch: int, m_shard: int, n: int, k: int, missing: int = 0, out_bytes: int
+    op: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    out_bytes: int,
+    tiles_only: bool = False,
 ) -> tuple[float, float]: ...
 def chunk_rows(target: str, *, ranks: int, rows: int) -> tuple[int, int]: ...
 def tile_order(

@@ -201,12 +201,6 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
     def pick(override: int | None, planned: int) -> int:
         return planned if override is None else override
 
-    # Whoever sets a number of the tiles' schedule means tiles.
-    of_tiles = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
-    few_rows = made["few_rows"] and all(value is None for value in of_tiles)
-    if config.few_rows is not None:
-        few_rows = config.few_rows
-
     return Plan(
         target=target,
         tile_m=pick(config.tile_m, made["tile_m"]),
@@ -216,13 +210,24 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
         transport=config.transport or TRANSPORTS[made["transport"]],
         pushers=pick(config.pushers, made["pushers"]),
         copiers=pick(config.copiers, made["copiers"]),
-        few_rows=few_rows and not request.gathers,
+        few_rows=bool(config.few_rows or made["few_rows"]) and not _wants_tiles(request),
     )
+
+
+def _wants_tiles(request: Request) -> bool:
+    """Whether a call can't be one of the kernels for few rows: these gather nothing for others, and whoever sets a number
+    of the tiles' schedule means tiles."""
+    config = request.settings.config
+    numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
+    meant = config.few_rows is None and any(value is not None for value in numbers)
+    return request.gathers or config.few_rows is False or meant
 
 
 def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]:
     """What a call on GPUs should take, fused and on XLA, in microseconds: cc/schedule/cost.h."""
-    return _core.predict(request.op, **_geometry(request, x, w), out_bytes=request.dtype.itemsize)
+    return _core.predict(
+        request.op, **_geometry(request, x, w), out_bytes=request.dtype.itemsize, tiles_only=_wants_tiles(request)
+    )
 
 
 def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array, z: jax.Array | None = None) -> int:

@@ -28,12 +28,13 @@ def choose(
     n=128,
     k=256,
     config=None,
+    gathers=False,
     **team,
 ):
     settings = _config.resolve(op, strategy, config)
     fields = {"axis_name": ("t",), "size": 4, "groups": (0, 1, 2, 3), "other_axes": (), "loose_axes": ()}
     whole = _team.Team(**{**fields, "platform": "cuda", **team})
-    request = _strategy.Request(op, whole, False, jnp.dtype(result or dtype), None, settings)
+    request = _strategy.Request(op, whole, False, jnp.dtype(result or dtype), None, settings, gathers)
     x, w = jax.ShapeDtypeStruct((1, m, k), dtype), jax.ShapeDtypeStruct((k, n), dtype)
     return _strategy.choose(request, x, w)
 
@@ -78,6 +79,16 @@ def test_few_rows(op):
         choose(op, size=2, m=600, strategy="fused", config=config)
     with pytest.raises(NotImplementedError, match="the host executor knows tiles only, not config's few_rows=True"):
         choose(op, size=2, platform="cpu", strategy="fused", config=config)
+
+
+def test_calls_that_gather_are_predicted_as_tiles():
+    """The kernels for few rows gather for nobody else."""
+    plain = choose(size=2, m=8, n=8192, k=8192)
+    assert plain.strategy == "fused" and plain.plan.few_rows
+    gathering = choose(size=2, m=8, n=8192, k=8192, gathers=True)
+    assert gathering.strategy == "xla"
+    named = choose(size=2, m=8, n=8192, k=8192, gathers=True, strategy="fused")
+    assert not named.plan.few_rows
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -62,15 +62,16 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
           copiers};
 }
 
-// Predicted microseconds on sm_90 for bfloat16 operands, with the plan's tile and on XLA: what strategy "auto" decides by.
+// Predicted microseconds on sm_90 for bfloat16 operands, with the plan's tile and on XLA: what strategy "auto" decides by. Some
+// calls are for tiles only.
 struct Prediction {
   double fused_us, xla_us;
 };
-constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes) {
+constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_only) {
   TileShape tile = pick_sm90_tile(op, g, out_bytes);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
-  bool few = pick_form(op, g, out_bytes) == Form::kFewRows;
+  bool few = !tiles_only && pick_form(op, g, out_bytes) == Form::kFewRows;
   return {few ? cost::few_rows_us(op, g, out_bytes) : cost::fused_us(op, g, out_bytes), cost::xla_us(op, g, out_bytes)};
 }
 

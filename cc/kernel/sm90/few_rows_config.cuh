@@ -1,0 +1,65 @@
+// Compile-time shape of a kernel for few rows, and what each role of a CTA knows.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "kernel/sm90/few_rows_params.h"
+#include "kernel/sm90/shape.h"
+#include "schedule/signals.h"
+
+namespace entwine::sm90 {
+
+template <schedule::Op kOp_, uint32_t kRows_, bool kTransposedW_, typename Out_>
+struct FewRowsConfig {
+  static constexpr schedule::Op kOp = kOp_;
+  static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul, kScatter = kOp == schedule::Op::kMatmulReduceScatter;
+  static constexpr uint32_t kRows = kRows_;  // room for them
+  static constexpr bool kTransposedW = kTransposedW_;
+  using Out = Out_;
+  static constexpr bool kFloatOut = sizeof(Out) == 4;
+
+  static constexpr uint32_t kTileN = schedule::kFewRowsTileN, kConsumerThreads = kConsumers * 128;
+  static constexpr uint32_t kWBytes = kTileN * kBlockK * 2, kXBytes = kRows * kBlockK * 2, kStageBytes = kWBytes + kXBytes;
+  static constexpr uint32_t kStages = kRows == 16 ? 10 : kRows == 64 ? 8 : 6;
+  // Sums of one row and one slice; the padding spreads rows over the banks.
+  static constexpr uint32_t kSumPitch = (kTileN + 4) * 4;
+  static_assert(kRows * kSumPitch <= kStages * kStageBytes, "sums take the place of the stages");
+
+  static constexpr uint32_t kBarriers = kStages * kStageBytes, kClaim = kBarriers + 16 * kStages;
+  static constexpr uint32_t kAllocated = kClaim + 16 + 1024;  // room to align the base
+  static_assert(kAllocated <= kSharedLimit, "shared memory of one CTA");
+};
+
+template <class C>
+struct FewRowsCta {
+  static constexpr schedule::Op kOp = C::kOp;
+  FewRowsParams const& params;
+  uint32_t base;   // of shared memory
+  uint32_t slice;  // rank in the cluster
+  uint32_t epoch;
+
+  __device__ __forceinline__ uint32_t full(uint32_t stage) const { return base + C::kBarriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(uint32_t stage) const { return base + C::kBarriers + 8 * (C::kStages + stage); }
+  __device__ __forceinline__ uint32_t w(uint32_t stage) const { return base + stage * C::kStageBytes; }
+  __device__ __forceinline__ uint32_t x(uint32_t stage) const { return w(stage) + C::kWBytes; }
+  // {tile, unit}: what has been claimed for all threads to see.
+  __device__ __forceinline__ uint32_t claimed_tile() const { return base + C::kClaim; }
+  __device__ __forceinline__ uint32_t claimed_unit() const { return base + C::kClaim + 8; }
+
+  __device__ __forceinline__ uint32_t parity() const { return epoch & 1; }
+  __device__ __forceinline__ Control* control() const { return reinterpret_cast<Control*>(params.arena[params.rank]); }
+  __device__ __forceinline__ uint8_t* staging(uint32_t rank) const {
+    return params.arena[rank] + params.staging_offset + parity() * params.staging_half;
+  }
+  __device__ __forceinline__ uint32_t* signal(uint32_t destination, uint32_t source, uint32_t index) const {
+    return reinterpret_cast<uint32_t*>(params.arena[destination] + params.signals_offset) +
+           schedule::signal_word(source, params.words_per_source, index);
+  }
+  __device__ __forceinline__ uint32_t first_block() const { return slice * params.slice_blocks; }
+  __device__ __forceinline__ uint32_t blocks() const {
+    uint32_t first = first_block();
+    return first >= params.k_blocks ? 0 : schedule::smaller(params.slice_blocks, params.k_blocks - first);
+  }
+};
+
+}  // namespace entwine::sm90

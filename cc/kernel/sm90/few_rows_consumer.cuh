@@ -1,0 +1,228 @@
+// Consumers for few rows: two warpgroups, each with 64 of the tile's columns and all rows. They copy the own chunk of x to the
+// ranks that need it (all-gather), multiply, trade slices' sums within the cluster, and exchange sums with the peers.
+#pragma once
+
+#include "kernel/ptx/cluster.cuh"
+#include "kernel/ptx/matrix.cuh"
+#include "kernel/ptx/memory_order.cuh"
+#include "kernel/ptx/wgmma.cuh"
+#include "kernel/sm90/few_rows_config.cuh"
+#include "kernel/sm90/wait.cuh"
+
+namespace entwine::sm90 {
+
+template <class C>
+class FewRowsConsumer {
+ public:
+  __device__ __forceinline__ FewRowsConsumer(FewRowsCta<C> const& cta, uint32_t thread)
+      : cta_(cta), thread_(thread), portion_(31 - __clz(C::kRows / cta.params.shape.slices)) {}
+
+  // All-gather: claims units (slice, piece) of the own chunk and copies them to every rank's staging, the own one too.
+  __device__ __forceinline__ void gather() {
+    FewRowsParams const& p = cta_.params;
+    uint32_t pieces = p.clusters, units = p.shape.slices * pieces;
+    for (;;) {
+      if (thread_ == 0) ptx::store_shared(cta_.claimed_unit(), ptx::add_relaxed(&cta_.control()->push[cta_.parity()], 1));
+      sync();
+      uint32_t unit = ptx::load_shared(cta_.claimed_unit());
+      if (unit >= units) return;
+      uint32_t slice = unit % p.shape.slices, piece = unit / p.shape.slices;
+      copy(slice, piece, pieces);
+      ptx::fence_proxy_async_global();
+      sync();
+      if (thread_ < p.shape.ranks) {  // each destination has its own counter and signal
+        __threadfence_system();
+        uint32_t* arrivals = reinterpret_cast<uint32_t*>(p.arena[p.rank] + p.arrivals_offset) +
+                             schedule::signal_word(thread_, p.words_per_source, slice);
+        if (ptx::add_acquire_release(arrivals, 1) == pieces - 1) {
+          ptx::store_relaxed(arrivals, 0);
+          ptx::store_release_system(cta_.signal(thread_, p.rank, slice), schedule::signal_value(cta_.epoch));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply() {
+    // A slice may be empty. (And what is set here need not live through the rest of a tile.)
+#pragma unroll
+    for (float& value : acc_) value = 0;
+    uint32_t blocks = cta_.blocks();
+    for (uint32_t block = 0; block < blocks; ++block) {
+      ptx::mbarrier_wait(cta_.full(stage_), phase_);
+      uint64_t w =
+          ptx::wgmma_descriptor(cta_.w(stage_) + thread_ / 128 * 64 * kBlockK * 2, C::kTransposedW ? 16 : kImageBytes, 1024);
+      uint64_t x = ptx::wgmma_descriptor(cta_.x(stage_), 16, 1024);
+      pin();
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
+        ptx::wgmma_k16<0, C::kTransposedW ? 0 : 1>(acc_, w + i * ((C::kTransposedW ? 32 : 2048) >> 4), x + i * (32 >> 4), true);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      pin();
+      if (thread_ % 32 == 0) ptx::mbarrier_arrive(cta_.empty(stage_));
+      if (++stage_ == C::kStages) {
+        stage_ = 0;
+        phase_ ^= 1;
+      }
+    }
+  }
+
+  // Hands each portion's rows to the CTA that finishes it.
+  __device__ __forceinline__ void trade() {
+    uint32_t column = thread_ / 32 * 16 + thread_ % 32 / 4, first = thread_ % 4 * 2;
+#pragma unroll
+    for (uint32_t j = 0; j < C::kRows / 8; ++j)
+#pragma unroll
+      for (uint32_t e = 0; e < 2; ++e) {
+        uint32_t row = j * 8 + first + e;
+        if (row >= cta_.params.shape.rows) continue;
+        uint32_t portion = row >> portion_, local = row & (portion_rows() - 1);
+        uint32_t at = sum(cta_.slice, local, column);
+        ptx::store_shared_at_cta(at, portion, acc_[j * 4 + e]);
+        ptx::store_shared_at_cta(at + 8 * 4, portion, acc_[j * 4 + 2 + e]);
+      }
+  }
+
+  // Rows of this CTA's portion: rounds, exchanges with peers, stores y.
+  __device__ __forceinline__ void finish(uint32_t tile) {
+    FewRowsParams const& p = cta_.params;
+    if constexpr (C::kGather) {
+      each_row(tile, [&](uint32_t row, uint32_t column, float4 v) { store(p.y, y_row(row), column, v); });
+    } else {
+      each_row(tile, [&](uint32_t row, uint32_t column, float4 v) {
+        if constexpr (C::kScatter) {
+          uint32_t owner = row / p.shape.m_shard % p.shape.ranks;
+          if (owner != p.rank) store(cta_.staging(owner), slot(owner, p.rank) + y_row(row), column, v);
+        } else {
+          for (uint32_t peer = 0; peer < p.shape.ranks; ++peer)
+            if (peer != p.rank) store(cta_.staging(peer), slot(peer, p.rank) + row, column, v);
+        }
+      });
+      sync();
+      uint32_t word = tile * p.shape.slices + cta_.slice;
+      if (thread_ < p.shape.ranks && thread_ != p.rank) {
+        __threadfence_system();
+        ptx::store_release_system(cta_.signal(thread_, p.rank, word), schedule::signal_value(cta_.epoch));
+        wait_for_peer(cta_, cta_.signal(p.rank, thread_, word), thread_, cta_.slice, tile);
+      }
+      sync();
+      each_row(tile, [&](uint32_t row, uint32_t column, float4 own) {
+        if constexpr (C::kScatter) {
+          if (row / p.shape.m_shard % p.shape.ranks != p.rank) return;
+        } else {
+          own = rounded(own);  // what the peers add, so that all get the same bits
+        }
+        float4 total = make_float4(0, 0, 0, 0);
+        for (uint32_t source = 0; source < p.shape.ranks; ++source) {
+          float4 v = own;
+          if (source != p.rank) v = load(cta_.staging(p.rank), slot(p.rank, source) + (C::kScatter ? y_row(row) : row), column);
+          total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
+        }
+        store(p.y, C::kScatter ? y_row(row) : row, column, total);
+      });
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void sync() { ptx::barrier_sync(1, C::kConsumerThreads); }
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (float& value : acc_) asm volatile("" : "+f"(value)::"memory");
+  }
+
+  __device__ __forceinline__ uint32_t portion_rows() const { return 1u << portion_; }
+  // Where slice `slice` leaves its sums of one row of this CTA's portion.
+  __device__ __forceinline__ uint32_t sum(uint32_t slice, uint32_t local, uint32_t column) const {
+    return cta_.base + (slice * portion_rows() + local) * C::kSumPitch + column * 4;
+  }
+
+  // A share of the threads for each row, four columns a thread: use(row, column of n, the slices' sum).
+  template <class Use>
+  __device__ __forceinline__ void each_row(uint32_t tile, Use use) const {
+    FewRowsParams const& p = cta_.params;
+    constexpr uint32_t kAcross = C::kTileN / 4;
+    uint32_t in_tile = thread_ % kAcross * 4, column = tile * C::kTileN + in_tile;
+    if (column >= p.shape.n) return;  // n is a multiple of 4
+    for (uint32_t local = thread_ / kAcross; local < portion_rows(); local += C::kConsumerThreads / kAcross) {
+      uint32_t row = cta_.slice * portion_rows() + local;
+      if (row >= p.shape.rows) return;
+      float4 total = ptx::load_shared_f32x4(sum(0, local, in_tile));
+      for (uint32_t slice = 1; slice < p.shape.slices; ++slice) {
+        float4 v = ptx::load_shared_f32x4(sum(slice, local, in_tile));
+        total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
+      }
+      use(row, column, total);
+    }
+  }
+
+  // All-gather: rows are (chunk, batch, row), y's are (batch, chunk, row). Reduce-scatter: rows are (batch, chunk, row), y's
+  // and staging's (batch, row).
+  __device__ __forceinline__ uint32_t y_row(uint32_t row) const {
+    schedule::FewRows const& s = cta_.params.shape;
+    if constexpr (C::kGather) {
+      uint32_t chunk = row / s.chunk_rows, rest = row - chunk * s.chunk_rows, batch = rest / s.m_shard;
+      return (batch * s.ranks + chunk) * s.m_shard + (rest - batch * s.m_shard);
+    } else {
+      uint32_t block = row / s.m_shard;
+      return block / s.ranks * s.m_shard + (row - block * s.m_shard);
+    }
+  }
+  // First row of a source's part of a rank's staging.
+  __device__ __forceinline__ uint32_t slot(uint32_t keeper, uint32_t source) const {
+    schedule::FewRows const& s = cta_.params.shape;
+    return schedule::peer_slot(keeper, source) * (C::kScatter ? s.chunk_rows : s.rows);
+  }
+
+  __device__ __forceinline__ uint64_t offset(uint32_t row, uint32_t column) const {
+    return (uint64_t(row) * cta_.params.shape.n + column) * sizeof(typename C::Out);
+  }
+  __device__ __forceinline__ void store(uint8_t* to, uint32_t row, uint32_t column, float4 v) const {
+    if constexpr (C::kFloatOut)
+      *reinterpret_cast<float4*>(to + offset(row, column)) = v;
+    else
+      *reinterpret_cast<uint2*>(to + offset(row, column)) = make_uint2(ptx::pack_bf16(v.x, v.y), ptx::pack_bf16(v.z, v.w));
+  }
+  static __device__ __forceinline__ float4 unpacked(uint2 bits) {
+    return make_float4(__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
+                       __uint_as_float(bits.y & 0xffff0000u));
+  }
+  // What a peer has written; not from L1.
+  __device__ __forceinline__ float4 load(uint8_t const* from, uint32_t row, uint32_t column) const {
+    if constexpr (C::kFloatOut)
+      return __ldcg(reinterpret_cast<float4 const*>(from + offset(row, column)));
+    else
+      return unpacked(__ldcg(reinterpret_cast<uint2 const*>(from + offset(row, column))));
+  }
+  static __device__ __forceinline__ float4 rounded(float4 v) {
+    if constexpr (C::kFloatOut)
+      return v;
+    else
+      return unpacked(make_uint2(ptx::pack_bf16(v.x, v.y), ptx::pack_bf16(v.z, v.w)));
+  }
+
+  // One piece of one slice of the own chunk, 16 bytes a thread at a time; k is a multiple of 8.
+  __device__ __forceinline__ void copy(uint32_t slice, uint32_t piece, uint32_t pieces) const {
+    FewRowsParams const& p = cta_.params;
+    uint32_t begin = slice * p.slice_blocks * kBlockK;
+    if (begin >= p.shape.k) return;
+    uint32_t across = schedule::smaller(p.slice_blocks * kBlockK, p.shape.k - begin) / 8, count = across * p.shape.chunk_rows;
+    uint32_t each = schedule::ceil_div(count, pieces), last = schedule::smaller(count, (piece + 1) * each);
+    for (uint32_t v = piece * each + thread_; v < last; v += C::kConsumerThreads) {
+      uint32_t row = v / across, column = begin + (v - row * across) * 8;
+      uint4 bits = __ldg(reinterpret_cast<uint4 const*>(p.x_data + (uint64_t(row) * p.shape.k + column) * 2));
+      uint64_t to = (uint64_t(p.rank * p.shape.chunk_rows + row) * p.shape.k + column) * 2;
+      for (uint32_t i = 1; i <= p.shape.ranks; ++i) {
+        uint32_t destination = (p.rank + i) % p.shape.ranks;  // the own staging last
+        *reinterpret_cast<uint4*>(cta_.staging(destination) + to) = bits;
+      }
+    }
+  }
+
+  FewRowsCta<C> const& cta_;
+  uint32_t thread_, portion_;  // a portion has 1 << portion_ rows
+  uint32_t stage_ = 0, phase_ = 0;
+  float acc_[C::kRows / 2];
+};
+
+}  // namespace entwine::sm90
