@@ -215,7 +215,7 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
 
 
 def _wants_tiles(request: Request) -> bool:
-    """Whether a call can't be for the kernels for few rows: these gather nothing for others, and whoever sets a number of
+    """Whether a call can't be for the kernels for few rows: these gather nothing for others, and who sets a number of
     the tiles' schedule means tiles."""
     config = request.settings.config
     numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
