@@ -19,6 +19,7 @@
 #ifdef ENTWINE_WITH_CUDA
 #include "ffi/cuda_handlers.h"
 #include "ffi/problem.h"
+#include "team/nccl.h"
 #include "team/trace.h"
 #endif
 
@@ -131,6 +132,13 @@ void start_trace(uint64_t bytes) {
   if (!why.empty()) throw std::runtime_error(why);
 }
 
+// {version, path, ""}, or as far as known and why NCCL can't be used.
+std::tuple<std::string, std::string, std::string> nccl() {
+  std::string why;
+  team::Nccl const* bound = team::bind_nccl(&why);
+  return {bound == nullptr ? "" : team::dotted(bound->version), bound == nullptr ? "" : bound->path, why};
+}
+
 // One dict a launch; "events" are the bytes of schedule::TraceEvent[ctas][writers][capacity].
 nb::list stop_trace() {
   nb::list launches;
@@ -176,6 +184,7 @@ NB_MODULE(_core, m) {
 #ifdef ENTWINE_WITH_CUDA
   m.def("peer_access", &peer_access, "device_ordinals"_a,
         "Empty if these GPUs are all sm_90 and see each other's memory, else why not.");
+  m.def("nccl", &nccl, "Version and path of the NCCL in this process, and why it can't be used: empty if it can.");
   m.def("start_trace", &start_trace, "bytes"_a, "From now on launches note what happens to their tiles.");
   m.def("stop_trace", &stop_trace, "The launches since start_trace, as dicts.");
 #endif

@@ -164,7 +164,7 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
         return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_SM90_TILES}"
     if config.few_rows and _rows(request, shape) > _FEW_ROWS:
         return f"config's few_rows=True is for up to {_FEW_ROWS} rows, not {_rows(request, shape)}"
-    return _peer_obstacle()
+    return peer_obstacle()
 
 
 def _rows(request: Request, shape: Sizes) -> int:
@@ -181,7 +181,7 @@ def gather_obstacle(request: Request, z: jax.Array) -> str | None:
 
 
 @functools.cache
-def _peer_obstacle() -> str | None:
+def peer_obstacle() -> str | None:
     return _core.peer_access([device.local_hardware_id for device in jax.local_devices(backend="cuda")]) or None
 
 

@@ -17,7 +17,7 @@ PYTHON = [
     {"flax._dot_general"},
     {"flax._parameters"},
     {"__init__"},
-    {"_explain", "_trace"},
+    {"_explain", "_trace", "_doctor"},
     {"_matmul"},
     {"_products"},
     {"_partitioning", "_placed"},

@@ -40,7 +40,7 @@ def pretend_gpus(monkeypatch):
 
     monkeypatch.setattr(_team, "resolve", resolve_cuda)
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
-    monkeypatch.setattr(_strategy, "_peer_obstacle", lambda: None)
+    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: None)
 
 
 def test_attribute_names_are_the_handlers():

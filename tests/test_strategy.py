@@ -15,7 +15,7 @@ from entwine_jax import _config, _strategy, _team
 def gpus(monkeypatch):
     """An extension built with CUDA and four GPUs that see each other."""
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
-    monkeypatch.setattr(_strategy, "_peer_obstacle", lambda: None)
+    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: None)
     monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
 
 
@@ -156,7 +156,7 @@ def test_not_fused(options, reason):
 
 
 def test_without_cuda_or_peers(monkeypatch):
-    monkeypatch.setattr(_strategy, "_peer_obstacle", lambda: "GPU 1 can't read the memory of GPU 0")
+    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: "GPU 1 can't read the memory of GPU 0")
     assert "memory of GPU 0" in choose().reason
     with pytest.raises(NotImplementedError, match="memory of GPU 0"):
         choose(strategy="fused")

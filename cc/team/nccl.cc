@@ -30,10 +30,6 @@ std::set<std::string> loaded_nccl() {
   return paths;
 }
 
-std::string dotted(int version) {
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100);
-}
-
 std::optional<Nccl> load(std::string* why) {
   std::set<std::string> paths = loaded_nccl();
   if (paths.empty()) {
@@ -53,6 +49,7 @@ std::optional<Nccl> load(std::string* why) {
     return std::nullopt;
   }
   Nccl nccl{};
+  nccl.path = *paths.begin();
   auto bind = [&](auto& function, char const* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
     return function != nullptr;
@@ -73,6 +70,10 @@ std::optional<Nccl> load(std::string* why) {
 }
 
 }  // namespace
+
+std::string dotted(int version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100);
+}
 
 Nccl const* bind_nccl(std::string* why) {
   static std::mutex mutex;

@@ -15,6 +15,7 @@ using NcclWindow = void*;  // ncclWindow_t, a pointer to device memory
 
 struct Nccl {
   int version;  // 22809 is 2.28.9
+  std::string path;
   char const* (*error_string)(int);
   int (*comm_count)(NcclComm, int*);
   int (*comm_user_rank)(NcclComm, int*);
@@ -24,6 +25,9 @@ struct Nccl {
   int (*all_reduce)(void const*, void*, size_t, int type, int op, NcclComm, CUstream_st*);
   int (*peer_pointer)(NcclWindow, size_t offset, int peer, void**);  // from 2.29 on, else null
 };
+
+// 22809 as "2.28.9".
+std::string dotted(int version);
 
 // The table, or why there is none: no NCCL loaded, two of them, or one too old. Looked up once it succeeds.
 Nccl const* bind_nccl(std::string* why);

@@ -1,0 +1,100 @@
+"""``entwine doctor``: what this machine has for the fused kernels, and what is missing."""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from . import _core, _strategy
+
+_PACKAGES = ("entwine_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13")
+
+
+def examine() -> dict[str, Any]:
+    """All findings, as JSON can hold them; ``obstacles`` lists why the GPU kernels can't run here, and is empty if they
+    can."""
+    devices = [
+        {
+            "id": device.id,
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "process": device.process_index,
+            "compute_capability": getattr(device, "compute_capability", None),
+        }
+        for device in jax.devices()
+    ]
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda_built": _core.cuda_built(),
+        "devices": devices,
+        "nccl": None,
+        "host_executor": any(device["platform"] == "cpu" for device in devices),
+    }
+    found["obstacles"] = _obstacles(found)
+    return found
+
+
+def _obstacles(found: dict[str, Any]) -> list[str]:
+    obstacles = []
+    if not found["cuda_built"]:
+        obstacles.append("entwine_jax was built without CUDA: reinstall it where nvcc 13 is on the path")
+    gpus = [device for device in found["devices"] if device["platform"] in ("gpu", "cuda")]
+    if not gpus:
+        obstacles.append("JAX sees no GPU: install jax[cuda13], and look at what nvidia-smi says")
+    elif len(gpus) == 1:
+        obstacles.append("JAX sees one GPU: a team needs two or more")
+    if gpus and found["cuda_built"]:
+        version, where, why = _core.nccl()
+        found["nccl"] = {"version": version, "library": where}
+        obstacles += [why] if why else []
+        obstacles += [each for each in (_strategy.peer_obstacle(), _strategy.span_obstacle()) if each]
+    return obstacles
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _told(found: dict[str, Any]) -> str:
+    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items())
+    lines = [
+        f"python {found['python']}, {packages}",
+        f"CUDA kernels: {'built' if found['cuda_built'] else 'not built'}",
+    ]
+    for device in found["devices"]:
+        capability = f", compute capability {device['compute_capability']}" if device["compute_capability"] else ""
+        lines.append(f"device {device['id']}: {device['platform']}, {device['kind']}{capability}")
+    if found["nccl"] is not None:
+        lines.append(f"NCCL: {found['nccl']['version'] or 'none'} {found['nccl']['library']}".rstrip())
+    lines += [f"strategy 'fused' on GPUs: no, {obstacle}" for obstacle in found["obstacles"]]
+    if not found["obstacles"]:
+        lines.append("strategy 'fused' on GPUs: yes")
+    if found["host_executor"]:
+        lines.append("strategy 'fused' on CPU devices: yes, the host executor (slow: for tests)")
+    lines.append("strategy 'xla': always")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Exit status 0 if the GPU kernels can run here, 1 if not."""
+    parser = argparse.ArgumentParser(prog="entwine", description="entwine_jax on the command line.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what this machine has for the fused kernels, and what is missing")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    found = examine()
+    print(json.dumps(found, indent=1) if options.json else _told(found))
+    return 1 if found["obstacles"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
