@@ -24,6 +24,14 @@ def test_far_ahead(devices, threads):
     assert done.returncode == 0, done.stderr
 
 
+def test_too_few_threads():
+    """Where the user has taken the cure away, an error names it."""
+    done = work(2, 1, 14, PJRT_NPROC="2", ENTWINE_TIMEOUT_S="0.5", ENTWINE_STALL_US="300")
+    assert done.returncode == 1, done.stderr
+    assert "has not come to this call at all" in done.stderr
+    assert "set PJRT_NPROC to (1 + threads that dispatch) x CPU devices" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("nproc", "pjrt_nproc", "cpus", "wanted"),
     [
