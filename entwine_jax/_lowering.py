@@ -13,10 +13,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _core, _reference, _strategy
+from . import _core, _reference, _strategy, _threads
 from ._config import TRANSPORTS
 from ._strategy import Choice, Plan, Request
 
+_threads.provide()
 for _platform, _targets in _core.registrations().items():
     for _target, _stages in _targets.items():
         jax.ffi.register_ffi_target(_target, _stages, platform=_platform)

@@ -27,7 +27,7 @@ PYTHON = [
     {"_strategy"},
     {"_team", "_reference", "_selection"},
     {"_config", "_checks"},
-    {"_core"},
+    {"_core", "_threads"},
 ]
 
 # Each folder of cc/ and what it may include, itself aside.

@@ -23,6 +23,11 @@ using schedule::Op;
 
 constexpr int64_t kMaxWorkers = 64;
 
+// entwine_jax/_threads.py has the reason, and prevents it where it can.
+constexpr char kNoThread[] =
+    " If there is neither, and many calls are in flight, XLA has no thread left for that rank: import entwine_jax before the"
+    " first use of a device, or set PJRT_NPROC to (1 + threads that dispatch) x CPU devices or more.";
+
 // One custom call of one executable; XLA makes one for all virtual devices when it compiles the program. Devices come to it on
 // different threads and, with several calls in a program, in different orders: `next` says which of its calls a device is at.
 struct CallSite {
@@ -105,6 +110,7 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
   spec.timeout = host::Timeout(a.timeout_ms);
   spec.stall_us = static_cast<uint32_t>(a.stall_us);
   spec.stall_seed = static_cast<uint64_t>(a.stall_seed);
+  spec.absent = kNoThread;
   return spec;
 }
 

@@ -27,6 +27,7 @@ struct CallSpec {
   Timeout timeout{0};               // of any one wait
   uint32_t stall_us = 0;            // a random stall of up to this before each claim and each signal
   uint64_t stall_seed = 0;
+  char const* absent = "";  // for errors: why else a rank may never come to a call
 
   schedule::ArenaDemand demand() const {
     bool gather = op == schedule::Op::kAllGatherMatmul;

@@ -138,9 +138,14 @@ void Team::give_up(Call const& call, std::string why) {
   std::lock_guard<std::mutex> lock(mutex_);
   Generation& generation = *call.generation;
   if (generation.off.load()) return;  // somebody was here first
+  bool absent = false;
   for (uint32_t r = 0; r < ranks_; ++r)
-    if (!call.arrivals[r].here) why += "; rank " + std::to_string(r) + " has not come to this call at all";
+    if (!call.arrivals[r].here) {
+      absent = true;
+      why += "; rank " + std::to_string(r) + " has not come to this call at all";
+    }
   why += ". Look for an error or a stall there, or raise ENTWINE_TIMEOUT_S if it is only slow.";
+  if (absent) why += call.spec.absent;
   generation.reason = why;
   generation.off.store(true);
   for (auto& set : generation.sets)
