@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _ops, _reference, _team
+from . import _reference, _shards, _team
 from ._config import Settings
 from ._selection import OPERANDS, Layout, Spec
 from ._team import Team
@@ -52,7 +52,7 @@ def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Arr
     check(call, layout)
     if layout.op != "dot":
         assert team is not None
-        return lambda a, b: _ops.of_shards(
+        return lambda a, b: _shards.product(
             layout.op, team, a, b, call.product == "x", call.dtype, call.precision, call.settings
         )
 
@@ -81,7 +81,7 @@ def gradients_of_rank(to_x: Call, to_w: Call, x: Layout, w: Layout, team: Team |
     assert team is not None
 
     def both(dy: jax.Array, w_: jax.Array, x_: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dx, dw = _ops.gradients_of_shards(x.op, team, dy, w_, x_, to_x.precision, to_x.settings)
+        dx, dw = _shards.gradients(x.op, team, dy, w_, x_, to_x.precision, to_x.settings)
         return dx, lax.psum(dw, w.summed) if w.summed else dw
 
     return both
