@@ -20,6 +20,7 @@ PYTHON = [
     {"_explain", "_trace"},
     {"_matmul"},
     {"_products"},
+    {"_partitioned_pairs"},
     {"_partitioning", "_placed"},
     {"_spread"},
     {"_ops", "_shards"},
