@@ -122,8 +122,8 @@ def axes_of_mesh(op: str, mesh: Any, team: tuple[str, ...] | None, out_sharding:
                 )
 
 
-def op_inside(op: str, team: tuple[str, ...], out_sharding: PartitionSpec | None) -> str:
-    """The op that, inside a shard_map, puts the result where it is wanted."""
+def op_inside(op: str, team: tuple[str, ...], out_sharding: PartitionSpec | None, saves: bool) -> str:
+    """The op that, inside a shard_map, puts the result where it is wanted; `saves` if it is to keep what it gathers."""
     if out_sharding is None:
         raise ValueError(
             f"entwine_jax.{op}: inside jax.shard_map, axis_name={axis(team)} needs out_sharding= too: columns over it "
@@ -132,13 +132,24 @@ def op_inside(op: str, team: tuple[str, ...], out_sharding: PartitionSpec | None
     dims = [_axes(entry) for entry in out_sharding]
     places = [i - len(dims) for i, axes in enumerate(dims) if {*axes} & {*team}]
     if not places:
-        return "matmul_all_reduce"
+        return _without_residuals(op, "matmul_all_reduce", out_sharding, saves)
     if len(places) > 1 or places[0] < -2 or dims[places[0]][-len(team) :] != team:
         raise ValueError(
             f"entwine_jax.{op}: out_sharding={out_sharding} must have axis_name={axis(team)} as it is at rows (the "
             "last dimension but one), at columns (the last), or nowhere"
         )
-    return {-1: "all_gather_matmul", -2: "matmul_reduce_scatter"}[places[0]]
+    if places[0] == -1:
+        return "all_gather_matmul"
+    return _without_residuals(op, "matmul_reduce_scatter", out_sharding, saves)
+
+
+def _without_residuals(op: str, found: str, out_sharding: PartitionSpec, saves: bool) -> str:
+    if saves:
+        raise ValueError(
+            f"entwine_jax.{op}: residuals='save' keeps what all_gather_matmul has gathered, but "
+            f"out_sharding={out_sharding} means {found} here, which gathers nothing; leave residuals out"
+        )
+    return found
 
 
 def bias(op: str, shape: tuple[int, ...], columns: int) -> None:

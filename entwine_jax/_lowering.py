@@ -3,6 +3,7 @@
 That every collective matmul leaves one equation is what lets `explain` find it in any traced function.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _core, _reference, _strategy, _threads
+from . import _batching, _core, _reference, _strategy, _threads
 from ._config import TRANSPORTS
 from ._strategy import Choice, Plan, Request
 
@@ -69,6 +70,7 @@ def _result(x: Any, w: Any, request: Request) -> Any:
 
 
 collective_matmul_p.def_abstract_eval(_results)
+batching.primitive_batchers[collective_matmul_p] = functools.partial(_batching.batch, collective_matmul_p)
 
 
 def _attributes(request: Request, plan: Plan) -> dict[str, Any]:

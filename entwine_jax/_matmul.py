@@ -26,6 +26,7 @@ def collective_matmul(
     axis_name: AxisName | None = None,
     out_sharding: OutSharding = None,
     bias: ArrayLike | None = None,
+    residuals: str = "regather",
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -65,6 +66,10 @@ def collective_matmul(
         restricts the choice to that team; by default any axis will do.
       out_sharding: where y shall lie.
       bias: added to every row of y, rounded to y's dtype; of shape (n,), or a rank's shard of that where w is one.
+      residuals: as in `all_gather_matmul`: ``"save"`` keeps x for the weight gradient as it was gathered, named
+        ``"entwine_gathered"``, rather than gather it again. Products whose shardings select another op, or a plain dot,
+        keep x as ever. Inside ``jax.shard_map``, where ``out_sharding`` alone names the op, ``"save"`` is an error for
+        one that gathers nothing.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
       precision: as in ``jnp.matmul``.
       strategy: as in `all_gather_matmul`.
@@ -75,7 +80,8 @@ def collective_matmul(
 
     Raises:
       TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
-      ValueError: an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that JAX can't know.
+      ValueError: an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that JAX can't know;
+        residuals that are unknown, or of an op that has none.
       NotImplementedError: ``strategy="fused"`` can't run these shardings, types, shapes or devices.
 
       Under automatic sharding, what only the partitioner can see comes as a ``jax.errors.JaxRuntimeError`` that holds
@@ -88,13 +94,14 @@ def collective_matmul(
     names = _checks.team(OP, axis_name)
     spec = _checks.spec(OP, out_sharding, x.ndim)
     x, w = x.astype(operand), w.astype(operand)
-    call = Call("y", dtype, precision, settings, names)
+    saves = _config.saves(OP, residuals)
+    call = Call("y", dtype, precision, settings, names, saves)
 
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
-        op = _checks.op_inside(OP, names, spec)
-        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config)[0]
+        op = _checks.op_inside(OP, names, spec, saves)
+        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config, saves=saves)[0]
     elif manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
@@ -123,7 +130,7 @@ def _global(call: Call, x: jax.Array, w: jax.Array, out_sharding: OutSharding, s
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    y: jax.Array = _products.product(call, None, x, w, None)
+    y: jax.Array = _products.product(call, None, x, w)
     if out_sharding is None:
         return y
     try:
@@ -150,7 +157,7 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
                 f"entwine_jax.{OP}: axis_name={_checks.axis(team)} is manual here in part, {name!r} is: "
                 "make all of it manual in jax.shard_map's axis_names, or none"
             )
-    op, rows, none = _checks.op_inside(OP, team, spec), PartitionSpec, [None] * (x.ndim - 2)
+    op, rows, none = _checks.op_inside(OP, team, spec, call.saves), PartitionSpec, [None] * (x.ndim - 2)
     specs = {
         "all_gather_matmul": (rows(*none, team, None), rows(None, team), rows(*none, None, team)),
         "matmul_reduce_scatter": (rows(*none, None, team), rows(team, None), rows(*none, team, None)),
@@ -164,7 +171,7 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _placed_product(call: Call, place: Place, x: jax.Array, w: jax.Array) -> Any:
-    return _products.product(call, place, x, w, None)
+    return _products.product(call, place, x, w)
 
 
 def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: Any, spec: Any) -> jax.Array:

@@ -1,21 +1,16 @@
-"""The per-shard ops: what they compute, their gradients, and their batching."""
+"""The per-shard ops as users call them: what they compute, and their checks."""
 
-import dataclasses
-import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.interpreters import batching
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _reference, _strategy, _team
-from ._config import Config, Settings
-from ._strategy import Choice, Request
-from ._team import Team
+from . import _checks, _config, _lowering, _of_rows, _team
+from ._config import Config
+from ._differentiable import flat, run
+from ._strategy import Request
 
 AxisName = str | Sequence[str]
 
@@ -116,9 +111,9 @@ def all_gather_matmul(
         differentiable as well.
       residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
         the gathered x, t times as large, which spares the backward pass the link (and is done anyway where x has no
-        gradient, as in a first layer). It is named ``"entwine_gathered"``
-        for policies of ``jax.checkpoint``, as what is gathered on XLA always is. With ``return_gathered=True`` or
-        several weights the gathered x is there anyway, and kept.
+        gradient, as in a first layer). It is named ``"entwine_gathered"`` for policies of ``jax.checkpoint``, as what
+        is gathered on XLA always is. With ``return_gathered=True`` or several weights the gathered x is there anyway,
+        and kept.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
       precision: as in ``jnp.matmul``.
       strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
@@ -138,7 +133,7 @@ def all_gather_matmul(
 
     Raises:
       TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
-      ValueError: the axis isn't a manual axis of the mesh; an unknown strategy, precision or setting.
+      ValueError: the axis isn't a manual axis of the mesh; unknown residuals, strategy, precision or setting.
       NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
@@ -196,29 +191,19 @@ def matmul_reduce_scatter(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
-      preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
-      precision: as in ``jnp.matmul``.
-      strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
-        lax line above) or ``"auto"`` (fused where it can run on GPUs, else xla; `explain` says which and why). ``None``
-        reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
-      config: overrides for the fused schedule.
+      preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:
       y. Under ``"fused"`` products are summed in float32; partial sums travel in y's dtype, as XLA's do (so with
       bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes),
       and the ranks' sums are added in float32 in rank order. So the result is the same to the bit in every run.
 
-    With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
-    of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
-    backward pass of bfloat16 operands a float32 ``dy`` is rounded to bfloat16 first. Each team keeps peer-mapped memory
-    for all its calls: twice ``(t - 1)`` chunks of ``y`` (in whole tiles) for the largest call, plus a few words a tile;
-    `explain` tells the bytes.
+    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: twice
+    ``(t - 1)`` chunks of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
+    bytes.
 
     Raises:
-      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
-      ValueError: the axis isn't a manual axis of the mesh; rows that the team can't share evenly; an unknown strategy,
-        precision or setting.
-      NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
+      ValueError: rows that the team can't share evenly; else what `all_gather_matmul` raises.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
@@ -262,12 +247,7 @@ def matmul_all_reduce(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
-      preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
-      precision: as in ``jnp.matmul``.
-      strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
-        lax line above) or ``"auto"`` (fused where it can run on GPUs, else xla; `explain` says which and why). ``None``
-        reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
-      config: overrides for the fused schedule.
+      preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:
       y. Under ``"fused"`` products are summed in float32; partial sums travel in y's dtype, as XLA's do (so with
@@ -275,16 +255,11 @@ def matmul_all_reduce(
       Each element is summed by one rank, in float32 and in rank order, rounded once and sent to all. So the result is
       the same to the bit on every rank and in every run.
 
-    With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
-    of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
-    backward pass of bfloat16 operands a float32 ``dy`` is rounded to bfloat16 first. Each team keeps peer-mapped memory
-    for all its calls: four times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a
-    tile; `explain` tells the bytes.
+    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: four
+    times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
+    bytes.
 
-    Raises:
-      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
-      ValueError: the axis isn't a manual axis of the mesh; an unknown strategy, precision or setting.
-      NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
+    It raises what `all_gather_matmul` does.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
@@ -316,10 +291,9 @@ def on_ranks(
     request = Request(op, team, False, dtype, precision, settings, gathers, saves)
     x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
     leading = x.shape[:-2]
-    y, gathered = _run(request, _flat(x), w)
-    return y.reshape(*leading, *y.shape[1:]), gathered if gathered is None else gathered.reshape(
-        *leading, *gathered.shape[1:]
-    )
+    y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in run(request, flat(x), w))
+    assert y is not None
+    return y, gathered
 
 
 def _several(
@@ -348,253 +322,9 @@ def _several(
     for _ in range(2):  # the second time with all axes that any of them varies over
         for i, w in enumerate(arrays):
             x, arrays[i] = _lowering.vary(x, w, team.axis_name)
-    leading, x = x.shape[:-2], _flat(x)
-    y, rows = _run(request, x, arrays[0])
+    leading, x = x.shape[:-2], flat(x)
+    y, rows = run(request, x, arrays[0])
     assert rows is not None
-    ys = [y, *(_of_rows(request, x, w, rows) for w in arrays[1:])]
+    ys = [y, *(_of_rows.product(request, x, w, rows) for w in arrays[1:])]
     shaped = [v.reshape(*leading, *v.shape[1:]) for v in (*ys, rows)]
     return tuple(shaped[:-1]), shaped[-1]
-
-
-def of_shards(
-    op: str, team: Team, a: jax.Array, b: jax.Array, transpose_b: bool, dtype: Any, precision: Any, settings: Settings
-) -> jax.Array:
-    """An op without its gradient, on a rank's shards as a front end has spread them; a may have leading dimensions.
-
-    If a and b are of different dtypes, `dtype` is what a gradient is wanted in, and the product is taken in theirs.
-    """
-    request = Request(op, team, transpose_b, dtype, precision, settings)
-    a, leading = _flat(a), a.shape[:-2]
-    if a.dtype != b.dtype:
-        operand = _operand(_strategy.choose(request, a.astype(b.dtype), b), b.dtype, a.dtype)
-        a, b, request = a.astype(operand), b.astype(operand), dataclasses.replace(request, dtype=operand)
-    y = _run(request, a, b)[0]
-    return y.reshape(*leading, *y.shape[1:]).astype(dtype)
-
-
-def gradients_of_shards(
-    op: str, team: Team, y: jax.Array, w: jax.Array, x: jax.Array, precision: Any, settings: Settings
-) -> tuple[jax.Array, jax.Array]:
-    """Both gradients of x @ w, on a rank's shards as a front end has spread them, in the dtypes of x and w.
-
-    y is the cotangent; `op` takes dx = y @ w.T, and gathers beside it what dw = x.T @ y needs: all the team's rows.
-    """
-    request = Request(op, team, True, w.dtype, precision, settings)
-    operand = _operand(_strategy.choose(request, _flat(y).astype(w.dtype), w), w.dtype, y.dtype)
-    request = dataclasses.replace(request, dtype=operand)
-    dx, dw = _gradients(request, *(v.astype(operand) for v in (_flat(y), w, _flat(x))))
-    return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """Leading dimensions as one batch."""
-    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-
-
-def _run(
-    request: Request, x: jax.Array, w: jax.Array, z: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """y, and the gathered array if `request.gathers`: all of x (all-gather) or of z (reduce-scatter).
-
-    x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does.
-    """
-    choice = _strategy.choose(request, x, w)
-    if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
-        y = _run(dataclasses.replace(request, gathers=False), x, w)[0]
-        return y, _reference.gather(z, request.team.axis_name)
-    if choice.strategy == "fused":
-        results: tuple[jax.Array, jax.Array | None] = _fused_inline(request, choice, x, w, z)
-        return results
-    return _lowering.on_xla(request, choice, x, w)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(
-    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    operands = (x, w) if z is None else (x, w, z)
-    results = _lowering.collective_matmul_p.bind(*operands, request=request, choice=choice)
-    return results[0], results[1] if request.gathers else None
-
-
-def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
-    """Keeps only what the gradients that are wanted need: w for dx; for dw x, or all of x where that is at hand, or
-    where there will be no dx beside which to gather it.
-
-    What isn't kept is an empty array in its place: JAX may trace this once more, with other gradients wanted, and mixes
-    up residuals of different structure.
-    """
-    whole = request.gathers or request.saves or not x.perturbed
-    whole = whole and w.perturbed and request.op == "all_gather_matmul"
-    run = dataclasses.replace(request, gathers=request.gathers or whole)
-    if run.gathers and choice.plan is not None:
-        choice = dataclasses.replace(choice, plan=dataclasses.replace(choice.plan, few_rows=False))
-    y, gathered = _fused_inline(run, choice, x.value, w.value, None if z is None else z.value)
-    if request.op == "all_gather_matmul" and gathered is not None:
-        gathered = _reference.named(gathered)
-    nothing = jnp.zeros((0,), x.value.dtype)
-    kept = (
-        x.value if w.perturbed and not whole else nothing,
-        w.value if x.perturbed else nothing,
-        gathered if whole else nothing,
-    )
-    return (y, gathered if request.gathers else None), kept
-
-
-# The op that is dx of another.
-_OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
-
-
-def _backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> Any:
-    dy, d_gathered = (None if isinstance(d, jax.custom_derivatives.SymbolicZero) else d for d in cotangents)
-    dx = dw = dz = None
-    if dy is not None:
-        x, w, gathered = (v if v.size else None for v in kept)
-        dx, dw = _from_dy(request, choice, dy, x, w, gathered, kept[0].dtype)
-    if d_gathered is not None:
-        back = _reference.gather_gradient(d_gathered, request.team.axis_name)
-        if request.op == "matmul_reduce_scatter":
-            dz = back
-        else:
-            dx = back if dx is None else dx + back
-    return dx, dw, dz
-
-
-def _from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered: Any, dtype: Any) -> tuple[Any, Any]:
-    """dx and dw, in `dtype`, of what `_forward` has kept the operands for."""
-    operand, axis_name = _operand(choice, dtype, dy.dtype), request.team.axis_name
-    dy, x, w, gathered = (None if v is None else v.astype(operand) for v in (dy, x, w, gathered))
-    transpose, precision = not request.transpose_w, request.precision
-    dx = dw = None
-    if request.op == "matmul_all_reduce":
-        dy = _of_every_rank(dy, w if x is None else x, axis_name)
-        if w is not None:
-            dx = _reference.matmul(dy, w, transpose_w=transpose, dtype=operand, precision=precision)
-        if x is not None:
-            dw = _reference.weight_gradient(x, dy, precision=precision)
-    else:
-        to_dx = Request(_OTHER[request.op], request.team, transpose, operand, precision, request.settings)
-        if w is not None and x is not None:
-            dx, dw = _gradients(to_dx, dy, w, x)
-        elif w is not None:
-            dx = _run(to_dx, dy, w)[0]
-        elif x is not None:  # of a reduce-scatter; without a product to hide behind, the gather is XLA's own
-            dw = _reference.weight_gradient(x, _reference.gather(dy, axis_name), precision=precision)
-        if gathered is not None:
-            dw = _reference.weight_gradient(gathered, dy, precision=precision)
-    if dw is not None and request.transpose_w:
-        dw = dw.T
-    return None if dx is None else dx.astype(dtype), None if dw is None else dw.astype(dtype)
-
-
-def _of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    """The cotangent of a sum over ranks, for each of them. This is psum's transpose: y is the same on all ranks, and if
-    types know it (x varies, y doesn't), so is dy; if not, dy comes in shares that must be added."""
-    if {*axis_name} <= jax.typeof(x).manual_axis_type.varying:
-        return _lowering.vary(dy, x, axis_name)[0]
-    summed: jax.Array = lax.psum(dy, axis_name)
-    return summed
-
-
-# Symbolic zeros tell which gradients are wanted, and that nobody has used the gathered array.
-_fused.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _fused_inline(
-    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """In a trace of its own, since shard_map outside of jit knows no symbolic zeros."""
-    results: tuple[jax.Array, jax.Array | None] = _fused(request, choice, x, w, z)
-    return results
-
-
-def _of_rows(request: Request, x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
-    """all_gather_matmul where all of x is at hand: `rows`."""
-    choice = _strategy.choose(request, x, w)
-    if choice.strategy == "fused":
-        y: jax.Array = _dot_of_rows_inline(request, choice, x, w, rows)
-        return y
-    return _reference.matmul(rows, w, transpose_w=request.transpose_w, dtype=request.dtype, precision=request.precision)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dot_of_rows(request: Request, choice: Choice, x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
-    """A plain dot, whose gradient of x is the fused one: rows are taken to be what they are, not to depend on x."""
-    return _reference.matmul(rows, w, transpose_w=request.transpose_w, dtype=request.dtype, precision=request.precision)
-
-
-def _forward_of_rows(request: Request, choice: Choice, x: Any, w: Any, rows: Any) -> Any:
-    nothing = jnp.zeros((0,), w.value.dtype)  # as in _forward
-    kept = w.value if x.perturbed else nothing, rows.value if w.perturbed else nothing
-    return _dot_of_rows_inline(request, choice, x.value, w.value, rows.value), kept
-
-
-def _backward_of_rows(request: Request, choice: Choice, kept: Any, dy: Any) -> Any:
-    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        return None, None, None
-    w, rows = (v if v.size else None for v in kept)
-    dx, dw = _from_dy(request, choice, dy, None, w, rows, kept[0].dtype)
-    return dx, dw, None
-
-
-_dot_of_rows.defvjp(_forward_of_rows, _backward_of_rows, symbolic_zeros=True)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _dot_of_rows_inline(request: Request, choice: Choice, x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
-    y: jax.Array = _dot_of_rows(request, choice, x, w, rows)
-    return y
-
-
-def _gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dx and dw from one call: what dw needs of the peers is gathered beside dx's product."""
-    to_dx = dataclasses.replace(to_dx, gathers=True)
-    if to_dx.op == "matmul_reduce_scatter":
-        dx, rows = _run(to_dx, dy, w, x)
-        assert rows is not None
-        return dx, _reference.weight_gradient(rows, dy, precision=to_dx.precision)
-    dx, rows = _run(to_dx, dy, w)
-    assert rows is not None
-    return dx, _reference.weight_gradient(x, rows, precision=to_dx.precision)
-
-
-def _operand(choice: Choice, dtype: Any, cotangent: Any) -> Any:
-    """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply bfloat16: a float32
-    cotangent is rounded for them. (float16 has not the range for that.)"""
-    rounds = dtype == jnp.bfloat16 and choice.strategy == "fused"
-    return dtype if rounds else jnp.promote_types(cotangent, dtype)
-
-
-def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[list[Any], list[int]]:
-    """A batch of x joins x's own, and one of z z's; a batch of w joins its columns; batches of both x and w are taken
-    one by one."""
-    size = next(v.shape[dim] for v, dim in zip(args, dims, strict=True) if dim is not None)
-    x, w, *z = (v if dim is None else jnp.moveaxis(v, dim, 0) for v, dim in zip(args, dims, strict=True))
-    bind = functools.partial(_lowering.collective_matmul_p.bind, **params)
-    x_batched, w_batched, *z_batched = (dim is not None for dim in dims)
-    if x_batched and w_batched:
-        z = [v if batched else jnp.broadcast_to(v, (size, *v.shape)) for v, batched in zip(z, z_batched, strict=True)]
-        results = lax.map(lambda operands: bind(*operands), (x, w, *z))
-        return results, [0] * len(results)
-    request: Request = params["request"]
-    columns = 0 if request.transpose_w else 1
-    if w_batched:
-        w = lax.collapse(jnp.moveaxis(w, 0, columns), columns, columns + 2)
-    rows = ((x, x_batched), *zip(z, z_batched, strict=True))
-    x, *z = (v.reshape(-1, *v.shape[2:]) if batched else v for v, batched in rows)
-    y, *gathered = bind(x, w, *z)
-    y_dim = 0
-    if x_batched:
-        y = y.reshape(size, -1, *y.shape[1:])
-    elif w_batched:
-        y, y_dim = y.reshape(*y.shape[:2], size, -1), 2
-    else:
-        y = jnp.broadcast_to(y, (size, *y.shape))
-    # All results are batched: vmap of a custom_vjp sums the cotangent of one that isn't once too often (JAX 0.11.2).
-    many = rows[-1][1]
-    gathered = [v.reshape(size, -1, *v.shape[1:]) if many else jnp.broadcast_to(v, (size, *v.shape)) for v in gathered]
-    return [y, *gathered], [y_dim, *[0] * len(gathered)]
-
-
-batching.primitive_batchers[_lowering.collective_matmul_p] = _batch

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _lowering, _selection, _spread, _team
@@ -40,47 +41,91 @@ def layout(call: Call, place: Place, a: Any, b: Any) -> Layout:
     )
 
 
-def product(call: Call, place: Place, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A product, without its gradient."""
+def product(call: Call, place: Place, a: jax.Array, b: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+    """A product, without its gradient; of a weight gradient, `rows` may be what the forward pass has kept of a."""
     made = layout(call, place, a, b)
-    specs = tuple(_partition_spec(spec) for spec in made.operands)
+    specs = [_partition_spec(spec) for spec in made.operands]
+    saved = rows is not None and made.operands[0] == _saved(place, a.ndim)[1]
+    if rows is not None and saved:
+        a, specs[0] = rows, _saved_spec(place, a.ndim)
     if place.explicit:
         a, b = (_move(place, v, spec) for v, spec in zip((a, b), specs, strict=True))
 
     def rank(a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = _lowering.vary(a, b, made.team)
+        a, b = _lowering.vary(a[0] if saved else a, b, made.team)
         team = _team.resolve("collective_matmul", made.team) if made.team else None
         return _spread.one_rank(call, made, team)(a, b)
 
     y: jax.Array = jax.shard_map(
-        rank, mesh=place.mesh, in_specs=specs, out_specs=_partition_spec(made.result), axis_names={*place.axes}
+        rank, mesh=place.mesh, in_specs=(*specs,), out_specs=_partition_spec(made.result), axis_names={*place.axes}
     )(a, b)
     return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
 
 
+def saving(call: Call, place: Place, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """y = x @ w and all of x as the team has gathered it, an empty array if it gathers nothing.
+
+    The types of a shard_map can't tell that all ranks hold the same, so their copies are an array with a dimension for
+    the team.
+    """
+    made = layout(call, place, x, w)
+    if made.op != "all_gather_matmul":
+        return product(call, place, x, w), jnp.zeros((0,), x.dtype)
+    specs = tuple(_partition_spec(spec) for spec in made.operands)
+    if place.explicit:
+        x, w = (_move(place, v, spec) for v, spec in zip((x, w), specs, strict=True))
+
+    def rank(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, w = _lowering.vary(x, w, made.team)
+        y, rows = _spread.one_rank_saving(call, made, _team.resolve("collective_matmul", made.team))(x, w)
+        return y, rows[None]
+
+    results = _partition_spec(made.result), _saved_spec(place, x.ndim)
+    y, rows = jax.shard_map(rank, mesh=place.mesh, in_specs=specs, out_specs=results, axis_names={*place.axes})(x, w)
+    return _move(place, y, dict(place.specs)["y"]) if place.explicit else y, rows
+
+
+def _saved(place: Place, ndim: int) -> tuple[tuple[str, ...], _selection.Spec]:
+    """The team that has gathered x, and how its copies lie: as y, whose columns are that team's."""
+    *rows, team = _selection.of_dims(dict(place.specs)["y"], ndim, place.sizes)
+    return team, (*rows, ())
+
+
+def _saved_spec(place: Place, ndim: int) -> PartitionSpec:
+    team, spec = _saved(place, ndim)
+    return _partition_spec((team, *spec))
+
+
 def gradients(
-    calls: tuple[Call, Call], place: Place, dy: jax.Array, w: jax.Array, x: jax.Array
+    calls: tuple[Call, Call], place: Place, dy: jax.Array, w: jax.Array, x: jax.Array, rows: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """dx and dw of y = x @ w, the products of the calls: as one, if what dw needs can be gathered beside dx."""
+    """dx and dw of y = x @ w, the products of the calls: as one, if what dw needs can be gathered beside dx; or `rows`
+    is what the forward pass has kept of it."""
     to_x, to_w = calls
     of_x, of_w = layout(to_x, place, dy, w), layout(to_w, place, x, dy)
     team = _team.along(of_x.team, place.sizes, place.axes, "") if of_x.team else None
     if _spread.gradients_of_rank(to_x, to_w, of_x, of_w, team) is None:
-        return product(to_x, place, dy, w), product(to_w, place, x, dy)
-    specs = tuple(_partition_spec(spec) for spec in (*of_x.operands, of_x.result))
+        return product(to_x, place, dy, w), product(to_w, place, x, dy, rows)
+    specs = [_partition_spec(spec) for spec in (*of_x.operands, of_x.result)]
+    saved = rows is not None and of_w.operands[0] == _saved(place, x.ndim)[1]
+    if rows is not None and saved:
+        x, specs[2] = rows, _saved_spec(place, x.ndim)
     results = _partition_spec(of_x.result), _partition_spec(of_w.result)
     if place.explicit:
         dy, w, x = (_move(place, v, spec) for v, spec in zip((dy, w, x), specs, strict=True))
 
     def rank(dy: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         dy, w = _lowering.vary(dy, w, of_x.team)
-        dy, x = _lowering.vary(dy, x, of_x.team)
+        dy, x = _lowering.vary(dy, x[0] if saved else x, of_x.team)
         dy, w = _lowering.vary(dy, w, of_x.team)
-        work = _spread.gradients_of_rank(to_x, to_w, of_x, of_w, _team.resolve("collective_matmul", of_x.team))
+        team = _team.resolve("collective_matmul", of_x.team)
+        work = _spread.gradients_of_rank(to_x, to_w, of_x, of_w, team, saved)
         assert work is not None
         return work(dy, w, x)
 
-    dx, dw = jax.shard_map(rank, mesh=place.mesh, in_specs=specs, out_specs=results, axis_names={*place.axes})(dy, w, x)
+    dx, dw = jax.shard_map(rank, mesh=place.mesh, in_specs=(*specs,), out_specs=results, axis_names={*place.axes})(
+        dy, w, x
+    )
     if place.explicit:
         wanted = dict(place.specs)
         dx, dw = _move(place, dx, wanted["x"]), _move(place, dw, wanted["w"])

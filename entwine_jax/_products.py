@@ -5,89 +5,140 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from . import _partitioning, _placed
+from . import _partitioned_pairs, _partitioning, _placed, _reference
 from ._placed import Place
 from ._selection import OPERANDS
 from ._spread import Call
 
 
-def _primal(call: Call, place: Place | None, a: jax.Array, b: jax.Array, like: jax.Array | None) -> jax.Array:
+def _primal(
+    call: Call,
+    place: Place | None,
+    a: jax.Array,
+    b: jax.Array,
+    like: jax.Array | None = None,
+    rows: jax.Array | None = None,
+) -> jax.Array:
     """`place` says where arrays lie. Without it only the partitioner will know, and a gradient brings what it is a
-    gradient of, `like`, to lie where that lies."""
+    gradient of, `like`, to lie where that lies. A weight gradient may bring the `rows` that `saving` has kept: they are
+    x once more, and its own gradient is that of x."""
     if place is None:
-        return _partitioning.product(call, a, b, like)
-    return _placed.product(call, place, a, b)
+        return _partitioning.product(call, a, b, like, rows)
+    return _placed.product(call, place, a, b, rows)
 
 
 product: Any = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 
 
-def _forward(call: Call, place: Place | None, a: Any, b: Any, like: Any) -> Any:
+def _primal_saving(call: Call, place: Place | None, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """y = x @ w, and what the weight gradient is to use: x as the product gathers it, where it does."""
+    return _partitioned_pairs.saving(call, x, w) if place is None else _placed.saving(call, place, x, w)
+
+
+saving: Any = jax.custom_vjp(_primal_saving, nondiff_argnums=(0, 1))
+
+
+def _forward(call: Call, place: Place | None, a: Any, b: Any, like: Any, rows: Any) -> Any:
     """Whether a gradient is wanted at all goes with the residuals, as the size of an empty or non-empty array: JAX may
     trace this once more with others wanted, and mixes up residuals of different structure."""
-    wanted = tuple(jnp.zeros((int(v.perturbed),)) for v in (a, b))
-    return product(call, place, a.value, b.value, None if like is None else like.value), (a.value, b.value, wanted)
+    # Without dx there is nothing beside which to gather x once more. But nobody asked, and where only the partitioner
+    # will know whether it is gathered, a forward pass that is compiled apart might gather the rows of a plain dot.
+    if call.product == "y" and b.perturbed and (call.saves or (place is not None and not a.perturbed)):
+        (y, _), kept = _forward_saving(call, place, a, b)
+        return y, kept
+    y = product(call, place, *(v if v is None else v.value for v in (a, b, like, rows)))
+    return y, (a.value, b.value, _wanted(a, b), jnp.zeros((0,), a.value.dtype))
+
+
+def _forward_saving(call: Call, place: Place | None, x: Any, w: Any) -> Any:
+    y, rows = saving(call, place, x.value, w.value)
+    rows = lax.stop_gradient(rows)
+    kept = _reference.named(rows) if rows.size else rows
+    return (y, rows), (x.value, w.value, _wanted(x, w), kept)
+
+
+def _wanted(a: Any, b: Any) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros((int(v.perturbed),)) for v in (a, b))
 
 
 def _backward(call: Call, place: Place | None, kept: Any, cotangent: Any) -> Any:
-    a, b, wanted = kept
+    a, b, wanted, rows = kept
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return None, None, None
+        return None, None, None, None
     operands = OPERANDS[call.product]
     known = {operands[0]: a, operands[1]: b, call.product: cotangent}
+    rows = rows if rows.size else None
     if call.product == "y" and all(v.size for v in wanted):
-        return *gradients(call, place, cotangent, b, a), None
+        return *gradients(call, place, cotangent, b, a, rows), None, None
 
     def gradient(name: str) -> jax.Array:
         like = None if place is not None else known[name]
-        made: jax.Array = product(_to(call, name, known[name]), place, *(known[v] for v in OPERANDS[name]), like)
+        made: jax.Array = product(
+            _to(call, name, known[name]),
+            place,
+            *(known[v] for v in OPERANDS[name]),
+            like,
+            rows if name == "w" else None,
+        )
         return made
 
-    return *(gradient(name) if v.size else None for name, v in zip(operands, wanted, strict=True)), None
+    return *(gradient(name) if v.size else None for name, v in zip(operands, wanted, strict=True)), None, None
+
+
+def _backward_saving(call: Call, place: Place | None, kept: Any, cotangents: Any) -> Any:
+    """No gradient comes by way of the rows."""
+    return _backward(call, place, kept, cotangents[0])[:2]
 
 
 # Symbolic zeros tell which gradients are wanted: one call that gives both isn't dead while one is used.
 product.defvjp(_forward, _backward, symbolic_zeros=True)
+saving.defvjp(_forward_saving, _backward_saving, symbolic_zeros=True)
 
 
 def _to(call: Call, name: str, like: Any) -> Call:
-    return dataclasses.replace(call, product=name, dtype=like.dtype)
+    return dataclasses.replace(call, product=name, dtype=like.dtype, saves=False)
 
 
-def _both(call: Call, place: Place | None, dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
-    """dx and dw of y = x @ w: what dw needs of the team's rows is gathered beside dx, where shardings allow that."""
+def _both(
+    call: Call, place: Place | None, dy: jax.Array, w: jax.Array, x: jax.Array, rows: jax.Array | None = None
+) -> Any:
+    """dx and dw of y = x @ w: what dw needs of the team's rows is gathered beside dx, where shardings allow that, or
+    has been kept: `rows`."""
     calls = _to(call, "x", x), _to(call, "w", w)
 
     @jax.custom_batching.custom_vmap
-    def both(dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+    def both(dy: jax.Array, w: jax.Array, x: jax.Array, *rows: jax.Array) -> Any:
         if place is None:
-            return _partitioning.gradients(calls, dy, w, x)
-        return _placed.gradients(calls, place, dy, w, x)
+            return _partitioned_pairs.gradients(calls, dy, w, x, *rows)
+        return _placed.gradients(calls, place, dy, w, x, *rows)
 
     # One by one they have batching rules. Both results are batched: vmap of a custom_vjp sums the cotangent of one that
     # isn't once too often (JAX 0.11.2).
     @both.def_vmap
     def batched(size: int, is_batched: list[bool], *operands: jax.Array) -> Any:
-        def each(dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+        def each(dy: jax.Array, w: jax.Array, x: jax.Array, *rows: jax.Array) -> Any:
             like = (None, None) if place is not None else (x, w)
-            return _primal(calls[0], place, dy, w, like[0]), _primal(calls[1], place, x, dy, like[1])
+            return _primal(calls[0], place, dy, w, like[0]), _primal(calls[1], place, x, dy, like[1], *rows)
 
         axes = tuple(0 if batch else None for batch in is_batched)
         return jax.vmap(each, axes, axis_size=size)(*operands), (True, True)
 
-    return both(dy, w, x)
+    return both(dy, w, x, *(() if rows is None else (rows,)))
 
 
 gradients: Any = jax.custom_vjp(_both, nondiff_argnums=(0, 1))
 
 
-def _forward_both(call: Call, place: Place | None, dy: jax.Array, w: jax.Array, x: jax.Array) -> Any:
-    return gradients(call, place, dy, w, x), (dy, w, x)
+def _forward_both(
+    call: Call, place: Place | None, dy: jax.Array, w: jax.Array, x: jax.Array, rows: jax.Array | None = None
+) -> Any:
+    return gradients(call, place, dy, w, x, rows), (dy, w, x)
 
 
 def _backward_both(call: Call, place: Place | None, kept: Any, cotangents: Any) -> Any:
-    """Of dx = dy @ w.T and dw = x.T @ dy."""
+    """Of dx = dy @ w.T and dw = x.T @ dy, by x and not by its rows."""
     (dy, w, x), (d_dx, d_dw) = kept, cotangents
 
     def made(name: str, like: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -95,7 +146,7 @@ def _backward_both(call: Call, place: Place | None, kept: Any, cotangents: Any) 
         return result
 
     d_dy = made("y", dy, d_dx, w) + made("y", dy, x, d_dw)
-    return d_dy, made("w", w, d_dx, dy), made("x", x, dy, d_dw)
+    return d_dy, made("w", w, d_dx, dy), made("x", x, dy, d_dw), None
 
 
 gradients.defvjp(_forward_both, _backward_both)

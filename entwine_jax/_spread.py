@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _ops, _reference, _team
+from . import _reference, _shards, _team
 from ._config import Settings
 from ._selection import OPERANDS, Layout, Spec
 from ._team import Team
@@ -24,6 +24,7 @@ class Call:
     precision: Any
     settings: Settings
     axis_name: tuple[str, ...] | None  # the only team that may be selected; None for any
+    saves: bool = False  # all-gather keeps the gathered x for its weight gradient
 
     def __repr__(self) -> str:  # short: it is printed in every jaxpr
         return f"{self.product}:{self.dtype.name}"
@@ -52,9 +53,9 @@ def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Arr
     check(call, layout)
     if layout.op != "dot":
         assert team is not None
-        return lambda a, b: _ops.of_shards(
+        return lambda a, b: _shards.product(
             layout.op, team, a, b, call.product == "x", call.dtype, call.precision, call.settings
-        )
+        )[0]
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
         y = whole(call, a, b)
@@ -63,31 +64,50 @@ def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Arr
     return dot
 
 
+def one_rank_saving(
+    call: Call, layout: Layout, team: Team | None
+) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """y = x @ w of one rank, and what to keep of x: all rows that the team has gathered, itself if it gathers none."""
+    work = one_rank(call, layout, team)
+    if layout.op != "all_gather_matmul":
+        return lambda a, b: (work(a, b), a)
+    assert team is not None
+
+    def both(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, rows = _shards.product(layout.op, team, a, b, False, call.dtype, call.precision, call.settings, gathers=True)
+        assert rows is not None
+        return y, rows
+
+    return both
+
+
 Gradients = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def gradients_of_rank(to_x: Call, to_w: Call, x: Layout, w: Layout, team: Team | None) -> Gradients | None:
+def gradients_of_rank(
+    to_x: Call, to_w: Call, x: Layout, w: Layout, team: Team | None, saved: bool = False
+) -> Gradients | None:
     """One rank's work for both gradients of a product on its shards, (dy, w, x) -> (dx, dw), if one call can do it.
 
     That is so if dx is a collective matmul, and dw needs just what that call can gather beside: all rows of x, or
-    of dy. `x` and `w` are the gradients' layouts; x itself then lies as dx does.
+    of dy. `x` and `w` are the gradients' layouts; x itself then lies as dx does, or with `saved` as dw wants it.
     """
     if x.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
         return None
     (dy, _), dx = x.operands, x.result
-    gathered = _gathered(dx, x.team), _gathered(dy, x.team)
-    if w.operands != ((gathered[0], dy) if x.op == "matmul_reduce_scatter" else (dx, gathered[1])):
+    scatters = x.op == "matmul_reduce_scatter"
+    if w.operands != ((gathered(dx, x.team), dy) if scatters else (dx, gathered(dy, x.team))):
         return None
     assert team is not None
 
     def both(dy: jax.Array, w_: jax.Array, x_: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dx, dw = _ops.gradients_of_shards(x.op, team, dy, w_, x_, to_x.precision, to_x.settings)
+        dx, dw = _shards.gradients(x.op, team, dy, w_, x_, to_x.precision, to_x.settings, saved and scatters)
         return dx, lax.psum(dw, w.summed) if w.summed else dw
 
     return both
 
 
-def _gathered(spec: Spec, team: tuple[str, ...]) -> Spec:
+def gathered(spec: Spec, team: tuple[str, ...]) -> Spec:
     """How an array lies when the team, the minor axes of its rows, has gathered them."""
     *leading, rows, columns = spec
     return (*leading, rows[: len(rows) - len(team)], columns)

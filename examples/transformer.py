@@ -135,8 +135,9 @@ class Transformer(nnx.Module):
 
 
 DOTS: dict[str, Callable[..., jax.Array]] = {
-    "fused": entwine_jax.flax.DotGeneral("tensor", strategy="fused"),
-    "xla": jax.lax.dot_general,  # collectives by XLA's partitioner: one gather a product, shared with its gradient
+    # Both gather once a product, and keep what they have gathered for the gradient of its weights.
+    "fused": entwine_jax.flax.DotGeneral("tensor", strategy="fused", residuals="save"),
+    "xla": jax.lax.dot_general,  # collectives by XLA's partitioner
 }
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("flax", minversion="0.12", reason="needs Flax: pip install '
 
 from flax import linen, nnx
 
+import entwine_jax
 import entwine_jax.flax as ours
 from entwine_jax.flax import _dot_general
 
@@ -283,6 +284,39 @@ def test_unchanged_linen_model(mode):
         assert collectives(jax.jit(model.apply).lower(*args).compile().as_text()) == BOTH
         got = jax.jit(lambda params, x, dy: jax.vjp(model.apply, params, x)[1](dy))(*args, put(dy, mesh, rows))
     assert_close(whole(got), jax.vjp(LinenAttention().apply, params, x)[1](dy))
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("api", ["nnx", "linen", "DotGeneral"])
+def test_residuals(mode, api):
+    """What a column-parallel layer has gathered is there for its kernel's gradient, if it is to save it."""
+    x, _ = inputs()
+
+    def gathered(mesh, rows, **options):
+        kernel = put(jnp.ones((D, HIDDEN)) / D, mesh, P(None, "t"))
+        options = {"axis_name": "t", "strategy": "fused"} | options
+        if api == "nnx":
+            graph, state = nnx.split(ours.ColumnParallelLinear(D, HIDDEN, use_bias=False, rngs=nnx.Rngs(0), **options))
+            apply = lambda kernel, x: nnx.merge(graph, nnx.State({"kernel": state.kernel.replace(kernel)}))(x)  # noqa: E731
+        elif api == "linen":
+            layer = ours.ColumnParallelDense(HIDDEN, use_bias=False, **options)
+            apply = lambda kernel, x: layer.apply({"params": {"kernel": kernel}}, x)  # noqa: E731
+        else:
+            dot = ours.DotGeneral(out="columns", **options)
+            apply = lambda kernel, x: dot(x, kernel, (((2,), (0,)), ((), ())))  # noqa: E731
+        gradient = jax.grad(lambda *args: jnp.sum(jnp.sin(apply(*args))), (0, 1))
+        found = entwine_jax.explain(gradient, kernel, put(x, mesh, rows))
+        return [m.op for m in found if m.gathered]
+
+    with mesh_set(mode) as (mesh, rows):
+        assert gathered(mesh, rows) == ["matmul_reduce_scatter"]
+        assert gathered(mesh, rows, residuals="save") == ["all_gather_matmul"]
+        with pytest.raises(ValueError, match=r"flax.DotGeneral: residuals='keep' is unknown"):
+            gathered(mesh, rows, residuals="keep")
+        with pytest.raises(
+            ValueError, match=r"residuals='save' keeps what is gathered, and out='rows' gathers nothing"
+        ):
+            ours.DotGeneral("t", out="rows", residuals="save")
 
 
 def test_nnx_linear_takes_it():

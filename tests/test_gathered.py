@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import Config, _config, _ops, _strategy, _team
+from entwine_jax import Config, _config, _differentiable, _strategy, _team
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 OPS = (GATHER, SCATTER)
@@ -76,7 +76,7 @@ def beside(z, y, w, config=None):
     """reduce_scatter(y @ w.T), and all of z gathered beside it: what the backward pass of all_gather_matmul does."""
     settings = _config.resolve(SCATTER, "fused", config)
     request = _strategy.Request(SCATTER, _team.resolve(SCATTER, "t"), True, y.dtype, None, settings, gathers=True)
-    return _ops._run(request, y, w, z)
+    return _differentiable.run(request, y, w, z)
 
 
 def beside_all(mesh, **options):

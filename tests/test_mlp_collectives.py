@@ -81,9 +81,9 @@ def test_some_gradients(mode, wanted):
         assert_close(compiled(*args), plain)
         found = collectives(compiled.as_text())
     # Forward: two gathers and, since its result is squared, the scatter. Without dx, rows for dw_gate and dw_up were
-    # kept from the forward pass where one rank's program is ours, else XLA gathers them; as it gathers dy for dw_down
+    # kept from the forward pass where JAX knows the shardings, else XLA gathers them; as it gathers dy for dw_down
     # without dh.
-    kept = mode == "manual"
+    kept = mode != "auto"
     backward = {
         (0,): (1, 2, 0),
         (1,): (1, 0, 0 if kept else 1),

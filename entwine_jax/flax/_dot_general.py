@@ -41,17 +41,19 @@ class DotGeneral:
         leaves it to the shardings. ``jax.shard_map`` needs it, as JAX knows no shardings there. Under automatic
         sharding ``"rows"`` means rows over that axis and no other, and ``"whole"`` is what comes if nothing asks for
         rows. An ``out_sharding`` of the call, which nnx layers take, goes before ``out``.
-      strategy, config: as in `collective_matmul`.
+      residuals, strategy, config: as in `collective_matmul`.
 
     Raises:
       TypeError: the sizes of contracted dimensions differ.
-      ValueError: ``out`` is unknown, or given without ``axis_name``; an axis is named twice.
+      ValueError: ``out`` is unknown, or given without ``axis_name``; an axis is named twice; ``residuals`` are unknown,
+        or ``"save"`` where ``out`` says that nothing is gathered.
       NotImplementedError: a product of another form, see above; and what `collective_matmul` raises.
     """
 
     axis_name: AxisName | None = None
     _: dataclasses.KW_ONLY
     out: Out | None = None
+    residuals: str = "regather"
     strategy: str | None = None
     config: Config | None = None
 
@@ -66,6 +68,11 @@ class DotGeneral:
             )
         if self.out is not None and self.axis_name is None:
             raise ValueError(f"entwine_jax.flax.DotGeneral: out={self.out!r} needs axis_name=, the axis it speaks of")
+        if _config.saves("flax.DotGeneral", self.residuals) and self.out in ("rows", "whole"):
+            raise ValueError(
+                f"entwine_jax.flax.DotGeneral: residuals='save' keeps what is gathered, and out={self.out!r} gathers "
+                "nothing; leave residuals out"
+            )
         _config.resolve("flax.DotGeneral", self.strategy, self.config)
 
     def __call__(
@@ -101,6 +108,7 @@ class DotGeneral:
             w,
             axis_name=self.axis_name,
             out_sharding=sharding,
+            residuals=self.residuals,
             preferred_element_type=preferred_element_type,
             precision=precision,
             strategy=self.strategy,

@@ -19,7 +19,7 @@ class _ParallelDense(linen.Dense, kw_only=True):
     strategy: str | None = None
     config: Config | None = None
 
-    def _apply(self, inputs: jax.Array, out: Out) -> jax.Array:
+    def _apply(self, inputs: jax.Array, out: Out, residuals: str = "regather") -> jax.Array:
         layer, columns = type(self).__name__, out == "columns"
         if self.dot_general is not None or self.dot_general_cls is not None:
             raise ValueError(f"entwine_jax.flax.{layer}: dot_general= is its own; use linen.Dense with another")
@@ -42,7 +42,9 @@ class _ParallelDense(linen.Dense, kw_only=True):
         _mind_promotion(inputs, kernel, self.dtype)
         promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         x, kernel, bias = promoted
-        dot_general = DotGeneral(self.axis_name, out=out, strategy=self.strategy, config=self.config)
+        dot_general = DotGeneral(
+            self.axis_name, out=out, residuals=residuals, strategy=self.strategy, config=self.config
+        )
         y = dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=self.precision)
         return y if bias is None else y + jnp.reshape(bias, (*[1] * (y.ndim - 1), features))
 
@@ -58,17 +60,19 @@ class ColumnParallelDense(_ParallelDense, kw_only=True):
     Args:
       features: output features of the whole layer.
       axis_name: the mesh axis, or a tuple of axes from major to minor.
-      strategy, config: as in `collective_matmul`.
+      residuals, strategy, config: as in `collective_matmul`.
       use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype: as in ``linen.Dense``.
 
     Raises:
-      ValueError: no mesh is set, or it has no such axis, or the axis doesn't divide ``features``.
+      ValueError: no mesh is set, or it has no such axis, or the axis doesn't divide ``features``; unknown residuals.
     """
+
+    residuals: str = "regather"
 
     @linen.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """``inputs @ kernel + bias``, features sharded over the axis."""
-        return self._apply(inputs, "columns")
+        return self._apply(inputs, "columns", self.residuals)
 
 
 class RowParallelDense(_ParallelDense, kw_only=True):

@@ -30,13 +30,14 @@ class ColumnParallelLinear(nnx.Linear):
     Args:
       in_features, out_features: sizes of the whole layer.
       axis_name: the mesh axis, or a tuple of axes from major to minor.
-      strategy, config: as in `collective_matmul`.
+      residuals, strategy, config: as in `collective_matmul`.
       kernel_init, bias_init, kernel_metadata, bias_metadata, rngs: as in ``nnx.Linear``.
       **options: other arguments of ``nnx.Linear``, but ``dot_general``. ``dtype=jnp.bfloat16`` is needed for the GPU
         kernels if parameters are float32.
 
     Raises:
-      ValueError: no mesh is set, or it has no such axis, or the axis doesn't divide ``out_features``.
+      ValueError: no mesh is set, or it has no such axis, or the axis doesn't divide ``out_features``; unknown
+        residuals.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ColumnParallelLinear(nnx.Linear):
         out_features: int,
         *,
         axis_name: AxisName,
+        residuals: str = "regather",
         strategy: str | None = None,
         config: Config | None = None,
         kernel_init: Callable[..., Any] = _KERNEL_INIT,
@@ -58,7 +60,7 @@ class ColumnParallelLinear(nnx.Linear):
         super().__init__(
             in_features,
             out_features,
-            dot_general=DotGeneral(axis_name, out="columns", strategy=strategy, config=config),
+            dot_general=DotGeneral(axis_name, out="columns", residuals=residuals, strategy=strategy, config=config),
             kernel_init=_sharded("ColumnParallelLinear", "kernel", kernel_init, (None, axis)),
             bias_init=_sharded("ColumnParallelLinear", "bias", bias_init, (axis,)),
             kernel_metadata={**kernel_metadata, "out_sharding": (None, axis)},

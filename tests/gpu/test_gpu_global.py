@@ -26,13 +26,13 @@ def mesh_for(mode):
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,)) if mode == "explicit" else mesh
 
 
-def mlp(mode, mesh, strategy):
+def mlp(mode, mesh, strategy, residuals="regather"):
     inside = {"axis_name": AXIS} if mode in ("manual", "partial") else {}
 
     def f(x, w_up, w_down):
         rows = SPECS[0] if inside else NamedSharding(mesh, SPECS[0])
         columns = {"out_sharding": P(None, None, AXIS)} if inside else {}
-        h = entwine_jax.collective_matmul(x, w_up, strategy=strategy, **columns, **inside)
+        h = entwine_jax.collective_matmul(x, w_up, strategy=strategy, residuals=residuals, **columns, **inside)
         return x + entwine_jax.collective_matmul(jnp.tanh(h), w_down, strategy=strategy, out_sharding=rows, **inside)
 
     if mode == "partial":
@@ -53,7 +53,8 @@ def operands(mesh):
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit", "manual", "partial"])
-def test_mlp(mode):
+@pytest.mark.parametrize("residuals", ["regather", "save"])
+def test_mlp(mode, residuals):
     mesh = mesh_for(mode)
     args = operands(mesh)
 
@@ -62,7 +63,7 @@ def test_mlp(mode):
 
     results = {}
     for strategy in ("fused", "xla"):
-        f = mlp(mode, mesh, strategy)
+        f = mlp(mode, mesh, strategy, residuals if strategy == "fused" else "regather")
         gradient = jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))
         if mode == "partial":  # XLA has no sums over an axis of one inside of it: docs/sharp_bits.md
             gradient = jax.jit(functools.partial(loss, f))
@@ -73,6 +74,12 @@ def test_mlp(mode):
             assert not [name for name in COLLECTIVES if f"{name}(" in text or f"{name}-start(" in text]
             found = entwine_jax.explain(f, *args)
             assert [m.op for m in found] == [ALL_GATHER, REDUCE_SCATTER] and all(m.strategy == "fused" for m in found)
+            if mode == "partial":
+                continue
+            found = entwine_jax.explain(gradient, *args)
+            saved = (ALL_GATHER, False) if residuals == "save" else (REDUCE_SCATTER, True)
+            gathered = sorted((m.op, m.transpose_w) for m in found if m.gathered)
+            assert gathered == sorted([(ALL_GATHER, True), saved])
     for got, wanted in zip(*map(jax.tree.leaves, results.values()), strict=True):
         assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
 

@@ -1,0 +1,157 @@
+"""An op as JAX differentiates it: the primitive in a `custom_vjp` where it is fused, lax where XLA runs it.
+
+Each gradient of an op is another op or a plain dot, so this serves every order. What a weight gradient needs of the
+peers is kept as it was gathered, or gathered beside the product that is dx.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _lowering, _reference, _strategy
+from ._strategy import Choice, Request
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """Leading dimensions as one batch."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def run(request: Request, x: jax.Array, w: jax.Array, z: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """y, and the gathered array if `request.gathers`: all of x (all-gather) or of z (reduce-scatter).
+
+    x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does.
+    """
+    choice = _strategy.choose(request, x, w)
+    if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
+        y = run(dataclasses.replace(request, gathers=False), x, w)[0]
+        return y, _reference.gather(z, request.team.axis_name)
+    if choice.strategy == "fused":
+        results: tuple[jax.Array, jax.Array | None] = _fused_inline(request, choice, x, w, z)
+        return results
+    return _lowering.on_xla(request, choice, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    operands = (x, w) if z is None else (x, w, z)
+    results = _lowering.collective_matmul_p.bind(*operands, request=request, choice=choice)
+    return results[0], results[1] if request.gathers else None
+
+
+def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
+    """Keeps only what the gradients that are wanted need: w for dx; for dw x, or all of x where that is at hand, or
+    where there will be no dx beside which to gather it.
+
+    What isn't kept is an empty array in its place: JAX may trace this once more, with other gradients wanted, and mixes
+    up residuals of different structure.
+    """
+    whole = request.gathers or request.saves or not x.perturbed
+    whole = whole and w.perturbed and request.op == "all_gather_matmul"
+    run = dataclasses.replace(request, gathers=request.gathers or whole)
+    if run.gathers and choice.plan is not None:
+        choice = dataclasses.replace(choice, plan=dataclasses.replace(choice.plan, few_rows=False))
+    y, gathered = _fused_inline(run, choice, x.value, w.value, None if z is None else z.value)
+    if request.op == "all_gather_matmul" and gathered is not None:
+        gathered = _reference.named(gathered)
+    nothing = jnp.zeros((0,), x.value.dtype)
+    kept = (
+        x.value if w.perturbed and not whole else nothing,
+        w.value if x.perturbed else nothing,
+        gathered if whole else nothing,
+    )
+    return (y, gathered if request.gathers else None), kept
+
+
+# The op that is dx of another.
+_OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
+
+
+def _backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> Any:
+    dy, d_gathered = (None if isinstance(d, jax.custom_derivatives.SymbolicZero) else d for d in cotangents)
+    dx = dw = dz = None
+    if dy is not None:
+        x, w, gathered = (v if v.size else None for v in kept)
+        dx, dw = from_dy(request, choice, dy, x, w, gathered, kept[0].dtype)
+    if d_gathered is not None:
+        back = _reference.gather_gradient(d_gathered, request.team.axis_name)
+        if request.op == "matmul_reduce_scatter":
+            dz = back
+        else:
+            dx = back if dx is None else dx + back
+    return dx, dw, dz
+
+
+def from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered: Any, dtype: Any) -> tuple[Any, Any]:
+    """dx and dw, in `dtype`, of what `_forward` has kept the operands for."""
+    operand, axis_name = operand_dtype(choice, dtype, dy.dtype), request.team.axis_name
+    dy, x, w, gathered = (None if v is None else v.astype(operand) for v in (dy, x, w, gathered))
+    transpose, precision = not request.transpose_w, request.precision
+    dx = dw = None
+    if request.op == "matmul_all_reduce":
+        dy = _of_every_rank(dy, w if x is None else x, axis_name)
+        if w is not None:
+            dx = _reference.matmul(dy, w, transpose_w=transpose, dtype=operand, precision=precision)
+        if x is not None:
+            dw = _reference.weight_gradient(x, dy, precision=precision)
+    else:
+        to_dx = Request(_OTHER[request.op], request.team, transpose, operand, precision, request.settings)
+        if w is not None and x is not None:
+            dx, dw = gradients(to_dx, dy, w, x)
+        elif w is not None:
+            dx = run(to_dx, dy, w)[0]
+        elif x is not None:  # of a reduce-scatter; without a product to hide behind, the gather is XLA's own
+            dw = _reference.weight_gradient(x, _reference.gather(dy, axis_name), precision=precision)
+        if gathered is not None:
+            dw = _reference.weight_gradient(gathered, dy, precision=precision)
+    if dw is not None and request.transpose_w:
+        dw = dw.T
+    return None if dx is None else dx.astype(dtype), None if dw is None else dw.astype(dtype)
+
+
+def _of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    """The cotangent of a sum over ranks, for each of them. This is psum's transpose: y is the same on all ranks, and if
+    types know it (x varies, y doesn't), so is dy; if not, dy comes in shares that must be added."""
+    if {*axis_name} <= jax.typeof(x).manual_axis_type.varying:
+        return _lowering.vary(dy, x, axis_name)[0]
+    summed: jax.Array = lax.psum(dy, axis_name)
+    return summed
+
+
+# Symbolic zeros tell which gradients are wanted, and that nobody has used the gathered array.
+_fused.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _fused_inline(
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """In a trace of its own, since shard_map outside of jit knows no symbolic zeros."""
+    results: tuple[jax.Array, jax.Array | None] = _fused(request, choice, x, w, z)
+    return results
+
+
+def gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dx and dw from one call: what dw needs of the peers is gathered beside dx's product."""
+    to_dx = dataclasses.replace(to_dx, gathers=True)
+    if to_dx.op == "matmul_reduce_scatter":
+        dx, rows = run(to_dx, dy, w, x)
+        assert rows is not None
+        return dx, _reference.weight_gradient(rows, dy, precision=to_dx.precision)
+    dx, rows = run(to_dx, dy, w)
+    assert rows is not None
+    return dx, _reference.weight_gradient(x, rows, precision=to_dx.precision)
+
+
+def operand_dtype(choice: Choice, dtype: Any, cotangent: Any) -> Any:
+    """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply bfloat16: a float32
+    cotangent is rounded for them. (float16 has not the range for that.)"""
+    rounds = dtype == jnp.bfloat16 and choice.strategy == "fused"
+    return dtype if rounds else jnp.promote_types(cotangent, dtype)

@@ -1,0 +1,64 @@
+"""The ops for a front end: without checks, on one rank's shards as it has spread them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from . import _differentiable, _reference, _strategy
+from ._config import Settings
+from ._differentiable import flat, operand_dtype
+from ._strategy import Request
+from ._team import Team
+
+
+def product(
+    op: str,
+    team: Team,
+    a: jax.Array,
+    b: jax.Array,
+    transpose_b: bool,
+    dtype: Any,
+    precision: Any,
+    settings: Settings,
+    gathers: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """An op without its gradient, and if it `gathers` all of a; a may have leading dimensions.
+
+    If a and b are of different dtypes, `dtype` is what a gradient is wanted in, and the product is taken in theirs.
+    """
+    request = Request(op, team, transpose_b, dtype, precision, settings, gathers)
+    a, leading = flat(a), a.shape[:-2]
+    if a.dtype != b.dtype:
+        operand = operand_dtype(_strategy.choose(request, a.astype(b.dtype), b), b.dtype, a.dtype)
+        a, b, request = a.astype(operand), b.astype(operand), dataclasses.replace(request, dtype=operand)
+    y, rows = _differentiable.run(request, a, b)
+    y = y.reshape(*leading, *y.shape[1:]).astype(dtype)
+    return y, None if rows is None else rows.reshape(*leading, *rows.shape[1:])
+
+
+def gradients(
+    op: str,
+    team: Team,
+    y: jax.Array,
+    w: jax.Array,
+    x: jax.Array,
+    precision: Any,
+    settings: Settings,
+    saved: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Both gradients of x @ w, in the dtypes of x and w.
+
+    y is the cotangent; `op` takes dx = y @ w.T, and gathers beside it what dw = x.T @ y needs: all the team's rows.
+    With `saved`, x is all of them already.
+    """
+    request = Request(op, team, True, w.dtype, precision, settings)
+    operand = operand_dtype(_strategy.choose(request, flat(y).astype(w.dtype), w), w.dtype, y.dtype)
+    request = dataclasses.replace(request, dtype=operand)
+    leading, dtype = x.shape[:-2], x.dtype
+    y, w_, x = (v.astype(operand) for v in (flat(y), w, flat(x)))
+    if saved:
+        dx, dw = _differentiable.run(request, y, w_)[0], _reference.weight_gradient(x, y, precision=precision)
+    else:
+        dx, dw = _differentiable.gradients(request, y, w_, x)
+    return dx.reshape(*leading, *dx.shape[1:]).astype(dtype), dw.astype(w.dtype)
