@@ -117,8 +117,8 @@ def all_gather_matmul(
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
       precision: as in ``jnp.matmul``.
       strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
-        lax line above) or ``"auto"`` (fused where it can run on GPUs, else xla; `explain` says which and why). ``None``
-        reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
+        lax line above) or ``"auto"`` (fused where it can run on GPUs and is predicted to win, else xla; `explain` says
+        which and why). ``None`` reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
       config: overrides for the fused schedule.
 
     Returns:
@@ -252,7 +252,8 @@ def matmul_all_reduce(
     Returns:
       y. Under ``"fused"`` products are summed in float32; partial sums travel in y's dtype, as XLA's do (so with
       bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes).
-      Each element is summed by one rank, in float32 and in rank order, rounded once and sent to all. So the result is
+      Each element is summed by one rank, in float32 and in rank order, rounded once and sent to all; of few rows (up to
+      128, on GPUs) every rank adds all ranks' sums itself, its own rounded like the others'. Either way the result is
       the same to the bit on every rank and in every run.
 
     Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: four
