@@ -31,11 +31,39 @@ def vary(x: jax.Array, w: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Ar
     """
     axes = frozenset(axis_name).union(*(jax.typeof(v).manual_axis_type.varying for v in (x, w)))
 
+    mesh = jax.sharding.get_abstract_mesh()
+
     def cast(v: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - jax.typeof(v).manual_axis_type.varying))
-        return lax.pcast(v, missing, to="varying") if missing else v
+        alone = tuple(name for name in missing if mesh.auto_axes and mesh.shape[name] == 1)
+        several = tuple(name for name in missing if name not in alone)
+        v = lax.pcast(v, several, to="varying") if several else v
+        return _vary_alone(v, alone) if alone else v
 
     return cast(x), cast(w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _vary_alone(v: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    """v made varying over axes of size one, beside automatic ones: there XLA has no sum over such an axis, which the
+    transpose of a pcast would ask for, and dies of it."""
+    varying: jax.Array = lax.pcast(v, axis_name, to="varying")
+    return varying
+
+
+def _vary_alone_forward(v: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return _vary_alone(v, axis_name), None
+
+
+def _vary_alone_backward(axis_name: tuple[str, ...], saved: None, dv: jax.Array) -> tuple[jax.Array]:
+    mesh = jax.sharding.get_abstract_mesh()
+    raise NotImplementedError(
+        f"entwine_jax: a gradient inside jax.shard_map over mesh axes {axis_name} of size 1, beside the automatic axes "
+        f"{mesh.auto_axes}: XLA can't sum over an axis of one there; leave {axis_name} out of shard_map's axis_names"
+    )
+
+
+_vary_alone.defvjp(_vary_alone_forward, _vary_alone_backward)
 
 
 # Operands x, w and, if reduce-scatter gathers beside, z; results y and, if the request gathers, all of x or z.

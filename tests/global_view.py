@@ -19,6 +19,7 @@ MODES = ("auto", "explicit", "manual", "partial")
 MESHES = {
     "8": ((8,), ("t",), None),
     "2x4": ((2, 4), ("d", "t"), None),
+    "1x8": ((1, 8), ("d", "t"), None),
     "4x2 permuted": ((4, 2), ("t", "d"), [6, 3, 0, 5, 2, 7, 4, 1]),
     "2x2x2 middle": ((2, 2, 2), ("d", "t", "e"), None),
     "2x2x2 last, permuted": ((2, 2, 2), ("d", "e", "t"), [1, 0, 3, 2, 7, 6, 4, 5]),
