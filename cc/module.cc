@@ -169,6 +169,10 @@ NB_MODULE(_core, m) {
   m.doc() = "The compiled part of entwine_jax.";
   m.def("registrations", &registrations, "FFI handlers: {platform: {target: {stage: capsule}}}.");
   m.def("cuda_built", &cuda_built, "Whether the CUDA kernels are compiled in.");
+  nb::list tiles;
+  for (TileShape tile : kSm90Tiles) tiles.append(nb::make_tuple(tile.m, tile.n));
+  m.attr("SM90_TILES") = nb::tuple(tiles);
+  m.attr("FEW_ROWS_MOST") = kFewRowsMost;
   m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
         "out_bytes"_a, "The default plan of an op on \"host\" or \"sm90\".");
   m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,

@@ -138,10 +138,12 @@ ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t devi
   call->rank = static_cast<uint32_t>((*team)->rank());
   call->stuck = team::stuck_report();
   call->multiprocessors = static_cast<uint32_t>(ready_device(device));
-  sm90::TraceShape notes = sm90::trace_shape(*call);
-  if (notes.events() != 0)
-    call->trace = team::trace_launch(
-        {op, call->geometry, call->rank, call->float_out ? 4u : 2u, device, notes.ctas, notes.capacity, nullptr});
+  if (team::tracing()) {
+    sm90::TraceShape notes = sm90::trace_shape(*call);
+    if (notes.events() != 0)
+      call->trace = team::trace_launch(
+          {op, call->geometry, call->rank, call->float_out ? 4u : 2u, device, notes.ctas, notes.capacity, nullptr});
+  }
   cudaError_t error = sm90::launch(*call, stream);
   if (error != cudaSuccess) return failed(op, std::string("launch: ") + cudaGetErrorString(error), ffi::ErrorCode::kInternal);
   return ffi::Error::Success();

@@ -2,6 +2,7 @@
 
 #include "kernel/sm90/params.h"
 #include "kernel/sm90/shape.h"
+#include "kernel/sm90_launch.h"
 #include "kernel/tensor_map.h"
 #include "schedule/few_rows.h"
 
@@ -95,8 +96,8 @@ cudaError_t load_kernels() {
           for (schedule::TileShape tile : schedule::kSm90Tiles) {
             int shared_bytes = 0;
             Variant variant{tile.m, tile.n, transposed_w, float_out, traced};
-            auto kernel = reinterpret_cast<void const*>(pick_kernel(op, variant, &shared_bytes));
-            cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+            Kernel kernel = pick_kernel(op, variant, &shared_bytes);
+            cudaError_t error = allow_shared(kernel, shared_bytes);
             if (error != cudaSuccess) return error;
           }
   return load_few_rows_kernels();
@@ -139,7 +140,6 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
 
   p.raster = {g.chunk_rows(), g.cols(), call.plan.raster};
   p.ranks = g.ranks;
-  p.rank = call.rank;
   p.row_blocks = g.row_blocks();
   p.k_blocks = schedule::ceil_div(g.k, kBlockK);
   p.clusters = clusters_of(call);
@@ -152,32 +152,16 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
   p.gather = gather_of(call);
-  for (uint32_t r = 0; r < g.ranks; ++r) p.arena[r] = call.arenas[r];
-  p.arrivals_offset = call.arena.arrivals_offset();
-  p.signals_offset = call.arena.signals_offset();
-  p.staging_offset = call.arena.staging_offset(0);
-  p.staging_half = call.arena.staging_half;
-  p.words_per_source = call.arena.words_per_source;
-  p.timeout_ns = call.timeout_ns;
-  p.stuck = call.stuck;
-  p.trace = call.trace;
-  p.trace_capacity = trace_shape(call).capacity;
+  set_arena(call, p);
+  if (call.trace != nullptr) {
+    p.trace = call.trace;
+    p.trace_capacity = trace_shape(call).capacity;
+  }
 
   int shared_bytes = 0;
   Kernel kernel =
       pick_kernel(call.op, {g.tile_m, g.tile_n, call.transposed_w, call.float_out, call.trace != nullptr}, &shared_bytes);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kCtas;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCtas * p.clusters);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return launch_clusters(kernel, p, kCtas, shared_bytes, stream);
 }
 
 }  // namespace entwine::sm90

@@ -29,7 +29,7 @@ struct Call {
   uint32_t multiprocessors;
   uint64_t timeout_ns;  // of any one wait for a peer; 0: none
   schedule::StuckReport* stuck;
-  schedule::TraceEvent* trace;  // null: no notes. Else trace_events() of them, zeroed, mapped here
+  schedule::TraceEvent* trace;  // null: no notes. Else trace_shape().events() of them, zeroed, mapped here
 };
 
 // "" or why the kernels can't take this call: dtypes are checked by the caller.

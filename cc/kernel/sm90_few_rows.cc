@@ -1,9 +1,8 @@
 // Launches the kernels for few rows.
-#include <cstring>
-
 #include "kernel/sm90.h"
 #include "kernel/sm90/few_rows_params.h"
 #include "kernel/sm90/shape.h"
+#include "kernel/sm90_launch.h"
 #include "kernel/tensor_map.h"
 
 namespace entwine::sm90 {
@@ -17,9 +16,8 @@ cudaError_t load_few_rows_kernels() {
       for (bool float_out : {false, true})
         for (uint32_t rows : schedule::kFewRowsRoom) {
           int shared_bytes = 0;
-          auto kernel =
-              reinterpret_cast<void const*>(few_rows_kernel(op, {0, 0, transposed_w, float_out, false}, rows, &shared_bytes));
-          cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+          FewRowsKernel kernel = few_rows_kernel(op, {0, 0, transposed_w, float_out, false}, rows, &shared_bytes);
+          cudaError_t error = allow_shared(kernel, shared_bytes);
           if (error != cudaSuccess) return error;
         }
   return cudaSuccess;
@@ -27,8 +25,7 @@ cudaError_t load_few_rows_kernels() {
 
 cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   Geometry const& g = call.geometry;
-  FewRowsParams p;
-  std::memset(&p, 0, sizeof p);
+  FewRowsParams p{};
   p.shape = schedule::few_rows(call.op, g);
 
   uint64_t row = g.k * uint64_t{2};
@@ -42,36 +39,17 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   ok = ok && encode_tensor_map(w, &p.w);
   if (!ok) return cudaErrorInvalidValue;
 
-  p.rank = call.rank;
   p.k_blocks = schedule::ceil_div(g.k, kBlockK);
   p.slice_blocks = schedule::ceil_div(p.k_blocks, p.shape.slices);
   p.clusters = schedule::smaller(schedule::larger(call.multiprocessors / p.shape.slices, 1), p.shape.tiles);
   p.x_data = static_cast<uint8_t const*>(call.x);
   p.y = static_cast<uint8_t*>(call.y);
-  for (uint32_t r = 0; r < g.ranks; ++r) p.arena[r] = call.arenas[r];
-  p.arrivals_offset = call.arena.arrivals_offset();
-  p.signals_offset = call.arena.signals_offset();
-  p.staging_offset = call.arena.staging_offset(0);
-  p.staging_half = call.arena.staging_half;
-  p.words_per_source = call.arena.words_per_source;
-  p.timeout_ns = call.timeout_ns;
-  p.stuck = call.stuck;
+  set_arena(call, p);
 
   int shared_bytes = 0;
   FewRowsKernel kernel =
       few_rows_kernel(call.op, {0, 0, call.transposed_w, call.float_out, false}, p.shape.room, &shared_bytes);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = p.shape.slices;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.shape.slices * p.clusters);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return launch_clusters(kernel, p, p.shape.slices, shared_bytes, stream);
 }
 
 }  // namespace entwine::sm90

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 
@@ -10,7 +11,7 @@ namespace {
 
 struct Log {
   std::mutex mutex;
-  bool on = false;
+  std::atomic<bool> on{false};
   schedule::TraceEvent* events = nullptr;  // the same address on the host and on all devices
   uint64_t size = 0, used = 0;
   std::vector<TracedLaunch> launches;
@@ -42,6 +43,8 @@ std::string trace_start(uint64_t bytes) {
   l.on = true;
   return "";
 }
+
+bool tracing() { return log().on.load(std::memory_order_relaxed); }
 
 schedule::TraceEvent* trace_launch(TracedLaunch launch) {
   Log& l = log();

@@ -24,6 +24,9 @@ struct TracedLaunch {
 // was captured meanwhile writes there for ever). "" or why not.
 std::string trace_start(uint64_t bytes);
 
+// Whether launches are to take notes: no more than a look, for every launch asks.
+bool tracing();
+
 // Room for one launch's notes; null if nothing is traced or no room is left. `launch.events` is ignored. Allocates nothing, so
 // that it may be called while peers spin.
 schedule::TraceEvent* trace_launch(TracedLaunch launch);

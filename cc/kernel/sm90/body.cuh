@@ -75,7 +75,8 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
     }
   __syncwarp();
   ptx::cluster_sync();
-  Cta<C> cta{params, shared, in_cluster, ptx::load_shared(shared.first_claim()), ptx::load_shared(shared.epoch())};
+  uint32_t first_claim = ptx::load_shared(shared.first_claim());
+  Cta<C> cta{{params, ptx::load_shared(shared.epoch())}, shared, in_cluster, first_claim};
 
   if (warp < 4) {
     ptx::registers_shrink<kRoleRegisters>();

@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
+#include "kernel/sm90/arena_view.cuh"
 #include "kernel/sm90/params.h"
 #include "kernel/sm90/shape.h"
-#include "schedule/signals.h"
 
 namespace entwine::sm90 {
 
@@ -90,24 +90,11 @@ struct Shared {
 
 // What every role of a CTA knows.
 template <class C>
-struct Cta {
+struct Cta : ArenaView<Params> {
   static constexpr schedule::Op kOp = C::kOp;
-  Params const& params;
   Shared<C> shared;
   uint32_t rank_in_cluster;
   uint32_t first_claim;  // the cluster's ticket
-  uint32_t epoch;
-
-  __device__ __forceinline__ uint32_t parity() const { return epoch & 1; }
-  __device__ __forceinline__ Control* control() const { return reinterpret_cast<Control*>(params.arena[params.rank]); }
-  __device__ __forceinline__ uint8_t* staging(uint32_t rank) const {
-    return params.arena[rank] + params.staging_offset + parity() * params.staging_half;
-  }
-  // Word `index` that `source` raises at `destination`.
-  __device__ __forceinline__ uint32_t* signal(uint32_t destination, uint32_t source, uint32_t index) const {
-    return reinterpret_cast<uint32_t*>(params.arena[destination] + params.signals_offset) +
-           schedule::signal_word(source, params.words_per_source, index);
-  }
 };
 
 }  // namespace entwine::sm90

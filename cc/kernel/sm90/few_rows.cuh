@@ -29,7 +29,7 @@ namespace entwine::sm90 {
 template <class C>
 __device__ __forceinline__ void few_rows_matmul(FewRowsParams const& params) {
   extern __shared__ uint8_t memory[];
-  FewRowsCta<C> cta{params, (ptx::shared_address(memory) + 1023) & ~1023u, ptx::cta_in_cluster(), 0};
+  FewRowsCta<C> cta{{params, 0}, (ptx::shared_address(memory) + 1023) & ~1023u, ptx::cta_in_cluster()};
   uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), tiles = params.shape.tiles;
   if (threadIdx.x == 0) {
     ptx::prefetch_map(&params.x[0]);

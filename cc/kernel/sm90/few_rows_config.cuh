@@ -3,9 +3,9 @@
 
 #include <cuda_bf16.h>
 
+#include "kernel/sm90/arena_view.cuh"
 #include "kernel/sm90/few_rows_params.h"
 #include "kernel/sm90/shape.h"
-#include "schedule/signals.h"
 
 namespace entwine::sm90 {
 
@@ -31,12 +31,10 @@ struct FewRowsConfig {
 };
 
 template <class C>
-struct FewRowsCta {
+struct FewRowsCta : ArenaView<FewRowsParams> {
   static constexpr schedule::Op kOp = C::kOp;
-  FewRowsParams const& params;
   uint32_t base;   // of shared memory
   uint32_t slice;  // rank in the cluster
-  uint32_t epoch;
 
   __device__ __forceinline__ uint32_t full(uint32_t stage) const { return base + C::kBarriers + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(uint32_t stage) const { return base + C::kBarriers + 8 * (C::kStages + stage); }
@@ -46,15 +44,6 @@ struct FewRowsCta {
   __device__ __forceinline__ uint32_t claimed_tile() const { return base + C::kClaim; }
   __device__ __forceinline__ uint32_t claimed_unit() const { return base + C::kClaim + 8; }
 
-  __device__ __forceinline__ uint32_t parity() const { return epoch & 1; }
-  __device__ __forceinline__ Control* control() const { return reinterpret_cast<Control*>(params.arena[params.rank]); }
-  __device__ __forceinline__ uint8_t* staging(uint32_t rank) const {
-    return params.arena[rank] + params.staging_offset + parity() * params.staging_half;
-  }
-  __device__ __forceinline__ uint32_t* signal(uint32_t destination, uint32_t source, uint32_t index) const {
-    return reinterpret_cast<uint32_t*>(params.arena[destination] + params.signals_offset) +
-           schedule::signal_word(source, params.words_per_source, index);
-  }
   __device__ __forceinline__ uint32_t first_block() const { return slice * params.slice_blocks; }
   __device__ __forceinline__ uint32_t blocks() const {
     uint32_t first = first_block();
