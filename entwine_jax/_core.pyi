@@ -12,6 +12,10 @@ class PlanDict(TypedDict):
     copiers: int
     few_rows: bool
 
+# cc/schedule/plan.h and few_rows.h
+SM90_TILES: tuple[tuple[int, int], ...]
+FEW_ROWS_MOST: int
+
 def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
 def cuda_built() -> bool: ...
 def make_plan(

@@ -56,8 +56,8 @@ def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
     whole = request.gathers or request.saves or not x.perturbed
     whole = whole and w.perturbed and request.op == "all_gather_matmul"
     run = dataclasses.replace(request, gathers=request.gathers or whole)
-    if run.gathers and choice.plan is not None:
-        choice = dataclasses.replace(choice, plan=dataclasses.replace(choice.plan, few_rows=False))
+    if whole:  # the plan was for a call that gathers nothing for others
+        choice = dataclasses.replace(choice, plan=_strategy.plan(run, x.value, w.value))
     y, gathered = _fused_inline(run, choice, x.value, w.value, None if z is None else z.value)
     if request.op == "all_gather_matmul" and gathered is not None:
         gathered = _reference.named(gathered)

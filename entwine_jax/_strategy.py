@@ -13,12 +13,10 @@ from . import _checks, _core
 from ._config import TRANSPORTS, Settings
 from ._team import Team
 
-# cc/schedule: kMaxRanks, kHostParts, kSm90Parts, kSm90Tiles, kFewRowsMost; the row pitch that TMA needs.
+# cc/schedule: kMaxRanks, kHostParts, kSm90Parts; the row pitch that TMA needs.
 _MAX_RANKS = 8
 _PARTS = {"host": 1, "sm90": 4}
 _PITCH_BYTES = 16
-_SM90_TILES = ((256, 256), (256, 128), (128, 128))
-_FEW_ROWS = 128
 _TARGETS = {"cpu": "host", "cuda": "sm90"}
 # By how much fused must be predicted to win under "auto": about what the prediction is good to for few rows.
 _MARGIN = 1.05
@@ -160,10 +158,10 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
             )
     config = request.settings.config
     tile = (config.tile_m, config.tile_n)
-    if tile not in ((None, None), *_SM90_TILES):
-        return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_SM90_TILES}"
-    if config.few_rows and _rows(request, shape) > _FEW_ROWS:
-        return f"config's few_rows=True is for up to {_FEW_ROWS} rows, not {_rows(request, shape)}"
+    if tile not in ((None, None), *_core.SM90_TILES):
+        return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_core.SM90_TILES}"
+    if config.few_rows and _rows(request, shape) > _core.FEW_ROWS_MOST:
+        return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {_rows(request, shape)}"
     return peer_obstacle()
 
 
