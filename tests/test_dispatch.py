@@ -26,7 +26,10 @@ def test_far_ahead(devices, threads):
 
 def test_too_few_threads():
     """Where the user has taken the cure away, an error names it."""
-    done = work(2, 1, 14, PJRT_NPROC="2", ENTWINE_TIMEOUT_S="0.5", ENTWINE_STALL_US="300")
+    for _ in range(3):  # it takes bad luck, which this many dispatches have nearly always
+        done = work(2, 1, 40, PJRT_NPROC="2", ENTWINE_TIMEOUT_S="0.5", ENTWINE_STALL_US="300")
+        if done.returncode:
+            break
     assert done.returncode == 1, done.stderr
     assert "has not come to this call at all" in done.stderr
     assert "set PJRT_NPROC to (1 + threads that dispatch) x CPU devices" in done.stderr
