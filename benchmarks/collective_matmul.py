@@ -6,7 +6,7 @@ benchmarks/report.py.
 
 All devices of this process are one team. What is timed, and why it is a fair time:
 
-* Calls are chained in programs, programs are dispatched without waiting, and a sample lasts about 40 ms, until all
+* Calls are chained in programs, programs are dispatched without waiting, and a sample lasts about 20 ms, until all
   devices are done: chains.py.
 * Variants take turns in rounds, every round in an independent random order (seeded), never in a fixed or cyclic one: on
   power-limited GPUs what follows the hot GEMM is clocked lower than what follows the cool, communication-bound XLA, so
@@ -245,7 +245,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="fused (default), auto, or both: a row for each",
     )
     parser.add_argument(
-        "--rounds", type=int, default=20, help="samples of each variant and shape; peers take half of it"
+        "--rounds", type=int, default=40, help="samples of each variant and shape; peers take half of it"
     )
     parser.add_argument("--calls", type=int, default=8, help="calls in one program; peers take half of it")
     parser.add_argument("--peer-seconds", type=float, help="for each peer process; default: 30, and 4 for each shape")

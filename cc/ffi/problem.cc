@@ -82,8 +82,10 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (x.element_type() != w.element_type()) return invalid(op, "x and w must have one dtype");
   for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
-  if (a.tile_m < 1 || a.tile_n < 1 || a.raster < 1 || a.lead < 0 || a.pushers < 1 || a.copiers < 1 || a.transport < 0 ||
-      a.transport > 1 || a.few_rows < 0 || a.few_rows > 1)
+  bool fits = a.lead >= 0 && a.transport >= 0 && a.transport <= 1 && a.few_rows >= 0 && a.few_rows <= 1;
+  for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers}) fits = fits && v >= 1;
+  for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers, a.lead}) fits = fits && v < (int64_t{1} << 31);
+  if (!fits)
     return invalid(op, "the plan (tile_m ", a.tile_m, ", tile_n ", a.tile_n, ", raster ", a.raster, ", lead ", a.lead,
                    ", transport ", a.transport, ", pushers ", a.pushers, ", copiers ", a.copiers, ", few_rows ", a.few_rows,
                    ") is out of range");

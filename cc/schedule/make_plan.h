@@ -47,8 +47,12 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
   // where a cluster has but two tiles, an own one that waits in the first wave is late in the last too.
   // An all-reduce's last `lead` own tiles come in a burst for which all peers wait: fewer of them.
   uint32_t lead = g.tiles() <= 2 * kSm90Clusters ? kSm90Clusters : replicate ? 40 : push ? 44 : 58;
-  // Measured: 24 clusters fill the link without holding up their own loads; 10 tiles are what is on its way over it.
-  uint32_t pushers = gather ? 24 : 10;
+  // Measured: a pusher moves some 16 GB/s beside a matmul and holds up its own cluster's loads a bit. 18 bring rows in time for
+  // the second half of the tiles if these take as long as the link; where the link takes longer, or all tiles are in flight at
+  // once and those of other chunks only wait, 33 fill it. Of partial sums, 10 tiles are what is on its way over the link.
+  double rows_over_tiles = double(g.ranks - 1) / g.ranks * kSm90FlopsPerSecond / (g.n * kSm90LinkBytesPerSecond);
+  bool hurry = rows_over_tiles > 0.75 || g.tiles() <= kSm90Clusters;
+  uint32_t pushers = gather ? (hurry ? 33 : 18) : 10;
   // Copies stay within a GPU: twice as many clusters, so that half of them follow the link while the others push.
   // Reduce-scatter's rings are a third as large, and all its clusters have one.
   uint32_t copiers = gather ? 48 : kSm90Clusters;

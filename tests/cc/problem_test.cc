@@ -168,6 +168,7 @@ void bad_calls_are_named() {
       {[](Call& c) { c.attributes.pushers = 0; }, {"plan", "pushers 0"}},
       {[](Call& c) { c.attributes.few_rows = 2; }, {"plan", "few_rows 2"}},
       {[](Call& c) { c.attributes.copiers = 0; }, {"plan", "copiers 0"}},
+      {[](Call& c) { c.attributes.pushers = int64_t{1} << 32; }, {"plan", "pushers 4294967296"}},
       {[](Call& c) {
          c.x[0] = c.y[0] = int64_t{1} << 30;
          if (c.op == Op::kMatmulAllReduce) c.x[1] = c.y[1] = 1;

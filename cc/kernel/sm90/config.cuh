@@ -53,8 +53,7 @@ struct Shared {
   static constexpr int kTileReady = kBufferDone + 8 * kConsumers * C::kBuffers;
   static constexpr int kTileTaken = kTileReady + 8;
   static constexpr int kPieceLoaded = kTileTaken + 8;
-  static constexpr int kUnits = kPieceLoaded + 8 * C::kPieces;  // {destination, block, bytes, copy} a unit in flight
-  static constexpr int kTileSlot = kUnits + 24 * (C::kReplicate ? 0 : kUnitsInFlight);
+  static constexpr int kTileSlot = kPieceLoaded + 8 * C::kPieces;
   static constexpr int kFirstClaim = kTileSlot + 4, kEpoch = kTileSlot + 8;
   static constexpr int kBytes = kTileSlot + 16;
   static constexpr int kAllocated = kBytes + 1024;  // room to align the base
@@ -85,7 +84,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t epoch() const { return base + kEpoch; }
   // Pusher or collector, to itself: a piece has come.
   __device__ __forceinline__ uint32_t piece_loaded(uint32_t slot) const { return base + kPieceLoaded + 8 * slot; }
-  __device__ __forceinline__ uint32_t unit(uint32_t index) const { return base + kUnits + 24 * (index % kUnitsInFlight); }
 };
 
 // What every role of a CTA knows.

@@ -30,25 +30,46 @@ class Pusher {
 
  private:
   static constexpr uint32_t kPieces = C::kPieces, kAhead = kPieces / 2;  // loads run `kAhead` pieces before stores
-  static constexpr uint32_t kPiecesPerUnit = kUnitBytes / kPieceBytes;
-  static constexpr uint32_t kLag = 16;  // pieces in flight over the link before an arrival is looked for
-  static_assert((kLag + kAhead) / kPiecesPerUnit + 2 <= kUnitsInFlight, "a unit is remembered until it has been counted");
+  // A unit goes through the ring an even number of times, so that its pieces' slots and parities are known when this is
+  // compiled: one thread's instructions, some hundred a piece, are what bounds the rate.
+  static constexpr uint32_t kUnitPieces = kUnitBytes / kPieceBytes;
+  static_assert(kUnitPieces % (2 * kPieces) == 0, "every unit begins with slot 0, parity 0");
+
+  // To `to` and, if it isn't null, to `copy` as well.
+  struct Unit {
+    uint8_t const* from;
+    uint8_t *to, *copy;
+    uint32_t bytes;  // 0: it only counts
+    uint32_t block;  // push: destination and row block
+  };
+
+  // Units from a queue, each claimed while the one before it moves; but the first two one by one, or else half of the pushers
+  // would have two units of a short call and the others none.
+  struct Claims {
+    uint32_t* queue;
+    uint32_t unit, next = kNone;
+    static constexpr uint32_t kNone = ~0u;
+
+    __device__ __forceinline__ explicit Claims(uint32_t* queue) : queue(queue), unit(ptx::add_relaxed(queue, 1)) {}
+    __device__ __forceinline__ void advance() {
+      unit = next == kNone ? ptx::add_relaxed(queue, 1) : next;
+      next = ptx::add_relaxed(queue, 1);
+    }
+  };
 
   __device__ __forceinline__ void push_all() {
     Params const& p = cta_.params;
     Gather const& g = p.gather;
     schedule::PushOrder order{p.ranks, p.rank, g.shape.blocks(), g.units_per_block};
     uint32_t* queue = &cta_.control()->push[cta_.parity()];
-    for (uint32_t unit = ptx::add_relaxed(queue, 1), next; unit < order.size(); unit = next) {
-      next = ptx::add_relaxed(queue, 1);
-      schedule::PushOrder::Unit u = order.at(unit);
+    for (Claims claims(queue); claims.unit < order.size(); claims.advance()) {
+      schedule::PushOrder::Unit u = order.at(claims.unit);
       uint64_t start = uint64_t(u.piece) * kUnitBytes, at = g.shape.offset(u.row) + start;
       uint8_t* copy = nullptr;
       if (u.first && g.whole != nullptr) copy = g.whole + g.shape.whole_offset(u.row, p.rank, p.ranks) + start;
-      move<true>(g.own + at, staged(u.destination, p.rank) + at, copy, unit_bytes(u.row, start), u.destination << 24 | u.row);
+      move<true>({g.own + at, staged(u.destination, p.rank) + at, copy, unit_bytes(u.row, start), u.destination << 24 | u.row});
     }
-    drain();
-    count(stored_);
+    drain<true>();
   }
 
   __device__ __forceinline__ void copy_all() {
@@ -56,17 +77,16 @@ class Pusher {
     Gather const& g = p.gather;
     schedule::CopyOrder order{p.ranks, p.rank, g.shape.blocks(), g.units_per_block};
     uint32_t* queue = &cta_.control()->counts[cta_.parity()].copied;
-    for (uint32_t unit = ptx::add_relaxed(queue, 1), next; unit < order.size(); unit = next) {
-      next = ptx::add_relaxed(queue, 1);
-      schedule::CopyOrder::Unit u = order.at(unit);
+    for (Claims claims(queue); claims.unit < order.size(); claims.advance()) {
+      schedule::CopyOrder::Unit u = order.at(claims.unit);
       uint64_t start = uint64_t(u.piece) * kUnitBytes;
       uint32_t bytes = unit_bytes(u.row, start);
       if (bytes == 0) continue;
       wait_for_peer(cta_, cta_.signal(p.rank, u.source, schedule::gathered_signal(g.first_word, u.row)), u.source, u.row, 0);
-      move<false>(staged(p.rank, u.source) + g.shape.offset(u.row) + start,
-                  g.whole + g.shape.whole_offset(u.row, u.source, p.ranks) + start, nullptr, bytes, 0);
+      move<false>({staged(p.rank, u.source) + g.shape.offset(u.row) + start,
+                   g.whole + g.shape.whole_offset(u.row, u.source, p.ranks) + start, nullptr, bytes, 0});
     }
-    drain();
+    drain<false>();
   }
 
   // The copy of source's chunk that `holder` keeps.
@@ -80,63 +100,65 @@ class Pusher {
     return start >= block ? 0 : block - start < kUnitBytes ? uint32_t(block - start) : uint32_t(kUnitBytes);
   }
 
-  // Sends one unit through the ring, to `to` and, if it isn't null, to `copy` as well. Pushes are counted under `block` once
-  // they have landed; an empty one only counts.
+  // Loads a unit; stores the end of the one before it and all but the end of this one. Of pushes, counts the one before that,
+  // which has landed by now or soon.
   template <bool kPush>
-  __device__ __forceinline__ void move(uint8_t const* from, uint8_t* to, uint8_t* copy, uint32_t bytes, uint32_t block) {
-    uint32_t entry = cta_.shared.unit(loaded_ / kPiecesPerUnit);
-    ptx::store_shared_64(entry, reinterpret_cast<uint64_t>(to));
-    ptx::store_shared(entry + 8, block);
-    ptx::store_shared(entry + 12, bytes);
-    ptx::store_shared_64(entry + 16, reinterpret_cast<uint64_t>(copy));
-
-    for (uint32_t i = 0; i < kPiecesPerUnit; ++i) {
-      if (loaded_ >= kPieces) ptx::bulk_wait_read<kPieces - kAhead - 1>();  // the slot's last store has left it
-      uint32_t slot = loaded_ % kPieces, n = piece_bytes(i, bytes);
-      ptx::mbarrier_arrive_expect(cta_.shared.piece_loaded(slot), n);
-      if (n != 0) ptx::bulk_load(cta_.shared.piece(slot), from + i * kPieceBytes, n, cta_.shared.piece_loaded(slot));
-      ++loaded_;
-      while (stored_ + kAhead < loaded_) store();
-      if (kPush && stored_ >= kLag) {
-        ptx::bulk_wait<kLag>();
-        count(stored_ - kLag);
+  __device__ __forceinline__ void move(Unit const& unit) {
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitPieces; ++i) {
+      ptx::bulk_wait_read<kPieces - kAhead - 1>();  // the slot's last store has left it
+      uint32_t slot = i % kPieces, n = piece_bytes(i, unit.bytes), loaded = cta_.shared.piece_loaded(slot);
+      ptx::mbarrier_arrive_expect(loaded, n);
+      if (n != 0) ptx::bulk_load(cta_.shared.piece(slot), unit.from + i * kPieceBytes, n, loaded);
+      if (i >= kAhead) {
+        store(unit, i - kAhead);
+      } else if (holding_ != 0) {
+        store(held_, kUnitPieces - kAhead + i);
       }
     }
+    if (kPush && holding_ == 2) {
+      ptx::bulk_wait<2 * kUnitPieces - kAhead>();
+      count(before_);
+    }
+    before_ = held_.block;
+    held_ = unit;
+    if (holding_ < 2) ++holding_;
   }
 
   // Until all that is in the ring has landed.
+  template <bool kPush>
   __device__ __forceinline__ void drain() {
-    while (stored_ < loaded_) store();
+    if (holding_ != 0)
+#pragma unroll
+      for (uint32_t i = kUnitPieces - kAhead; i < kUnitPieces; ++i) store(held_, i);
     ptx::bulk_wait<0>();
+    if (kPush && holding_ == 2) count(before_);
+    if (kPush && holding_ != 0) count(held_.block);
+    holding_ = 0;
   }
 
   // One piece out of the ring, as a bulk group of its own (also when it is empty: groups are counted).
-  __device__ __forceinline__ void store() {
-    uint32_t slot = stored_ % kPieces, i = stored_ % kPiecesPerUnit, entry = cta_.shared.unit(stored_ / kPiecesPerUnit);
-    uint32_t n = piece_bytes(i, ptx::load_shared(entry + 12));
-    ptx::mbarrier_wait(cta_.shared.piece_loaded(slot), (stored_ / kPieces) & 1);
+  __device__ __forceinline__ void store(Unit const& unit, uint32_t i) const {
+    uint32_t slot = i % kPieces, n = piece_bytes(i, unit.bytes);
+    ptx::mbarrier_wait(cta_.shared.piece_loaded(slot), i / kPieces & 1);
     if (n != 0) {
-      ptx::bulk_store(reinterpret_cast<uint8_t*>(ptx::load_shared_64(entry)) + i * kPieceBytes, cta_.shared.piece(slot), n);
-      uint64_t copy = ptx::load_shared_64(entry + 16);
-      if (copy != 0) ptx::bulk_store(reinterpret_cast<uint8_t*>(copy) + i * kPieceBytes, cta_.shared.piece(slot), n);
+      ptx::bulk_store(unit.to + i * kPieceBytes, cta_.shared.piece(slot), n);
+      if (unit.copy != nullptr) ptx::bulk_store(unit.copy + i * kPieceBytes, cta_.shared.piece(slot), n);
     }
     ptx::bulk_commit();
-    ++stored_;
   }
 
-  // The first `landed` pieces have landed: counts their units, signals the row blocks that are complete.
-  __device__ __forceinline__ void count(uint32_t landed) {
+  // A unit of `block` has landed: counts it, and signals the row block if that makes it complete.
+  __device__ __forceinline__ void count(uint32_t block) {
     Params const& p = cta_.params;
-    for (; (counted_ + 1) * kPiecesPerUnit <= landed; ++counted_) {
-      uint32_t block = ptx::load_shared(cta_.shared.unit(counted_) + 8), destination = block >> 24;
-      trace_.mark(schedule::Mark::kPushed, block);
-      uint32_t word = schedule::gathered_signal(p.gather.first_word, block & 0xffffff);
-      uint32_t* arrivals = reinterpret_cast<uint32_t*>(p.arena[p.rank] + p.arrivals_offset) +
-                           schedule::signal_word(destination, p.words_per_source, word);
-      if (ptx::add_acquire_release(arrivals, 1) == p.gather.units_per_block - 1) {
-        ptx::store_relaxed(arrivals, 0);
-        ptx::store_release_system(cta_.signal(destination, p.rank, word), schedule::signal_value(cta_.epoch));
-      }
+    uint32_t destination = block >> 24;
+    trace_.mark(schedule::Mark::kPushed, block);
+    uint32_t word = schedule::gathered_signal(p.gather.first_word, block & 0xffffff);
+    uint32_t* arrivals = reinterpret_cast<uint32_t*>(p.arena[p.rank] + p.arrivals_offset) +
+                         schedule::signal_word(destination, p.words_per_source, word);
+    if (ptx::add_acquire_release(arrivals, 1) == p.gather.units_per_block - 1) {
+      ptx::store_relaxed(arrivals, 0);
+      ptx::store_release_system(cta_.signal(destination, p.rank, word), schedule::signal_value(cta_.epoch));
     }
   }
 
@@ -147,7 +169,9 @@ class Pusher {
 
   Cta<C> const& cta_;
   Tracer<C> trace_;
-  uint32_t loaded_ = 0, stored_ = 0, counted_ = 0;  // pieces, pieces, units
+  uint32_t holding_ = 0;  // units that are held or not counted yet: at most the last two
+  uint32_t before_;       // block of the one before
+  Unit held_;             // the last one, whose end is in the ring
 };
 
 }  // namespace entwine::sm90

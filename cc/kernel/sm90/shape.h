@@ -13,9 +13,8 @@ constexpr uint32_t kRoleRegisters = 56, kConsumerRegisters = 224;  // 40 and 232
 constexpr uint32_t kImageBytes =
     8192;  // 64 rows x 128 bytes, 128-byte-swizzled: what one TMA store of y or one partial copy moves
 constexpr uint32_t kClaimAhead = 8;     // k blocks before a tile's last load at which the loader asks for the next tile
-constexpr uint32_t kUnitBytes = 65536;  // what a pusher claims at once
+constexpr uint32_t kUnitBytes = 98304;  // what a pusher claims at once
 constexpr uint32_t kPieceBytes = 8192;  // and copies at once; all-reduce: an image
-constexpr uint32_t kUnitsInFlight = 8;  // units a pusher remembers until they are signalled
 constexpr uint32_t kSharedLimit = 232448;
 static_assert(kPieceBytes == kImageBytes, "one ring for either");
 
