@@ -151,7 +151,8 @@ def gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tupl
 
 
 def operand_dtype(choice: Choice, dtype: Any, cotangent: Any) -> Any:
-    """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply bfloat16: a float32
-    cotangent is rounded for them. (float16 has not the range for that.)"""
+    """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply 16-bit numbers: a
+    float32 cotangent is rounded to bfloat16 for them. Not to float16, which has not the range that a gradient needs:
+    that product is one of float32."""
     rounds = dtype == jnp.bfloat16 and choice.strategy == "fused"
     return dtype if rounds else jnp.promote_types(cotangent, dtype)

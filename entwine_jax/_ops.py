@@ -125,11 +125,11 @@ def all_gather_matmul(
       y, a tuple of one y for each of several weights; or ``(y, all_gather(x))``. Products are summed in float32 under
       ``"fused"`` and rounded to y's dtype once.
 
-    With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
-    of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
-    backward pass of bfloat16 operands a float32 ``dy`` is rounded to bfloat16 first. Each team keeps peer-mapped memory
-    for all its calls: twice ``(t - 1)`` chunks of ``x`` for the largest call, plus one word a row block; `explain`
-    tells the bytes.
+    With ``"fused"`` on GPUs, operands are bfloat16 or float16, the result the same or float32, and row lengths (k, n) a
+    multiple of 16 bytes; on CPU devices operands may be float32, too. In the backward pass of bfloat16 operands a
+    float32 ``dy`` is rounded to bfloat16 first; of float16 operands it isn't, since float16 has not the range for that,
+    and the product is one of float32, which on GPUs is XLA's. Each team keeps peer-mapped memory for all its calls:
+    twice ``(t - 1)`` chunks of ``x`` for the largest call, plus one word a row block; `explain` tells the bytes.
 
     Raises:
       TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.

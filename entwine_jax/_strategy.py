@@ -144,10 +144,10 @@ def _cpu_obstacle(request: Request, x: jax.Array) -> str | None:
 def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     if not _core.cuda_built():
         return "entwine_jax was built without CUDA (reinstall it where nvcc is to be found)"
-    if x.dtype != jnp.bfloat16:
-        return f"the sm_90 kernels take bfloat16 operands, not {x.dtype}"
-    if request.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"the sm_90 kernels return bfloat16 or float32, not {request.dtype}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the sm_90 kernels take bfloat16 and float16 operands, not {x.dtype}"
+    if request.dtype not in (x.dtype, jnp.float32):
+        return f"the sm_90 kernels return {x.dtype} or float32 here, not {request.dtype}"
     shape = sizes(request, x.shape, w.shape)
     rows = (("x", shape.k, x.dtype), ("w", w.shape[1], w.dtype), ("the result", shape.n, request.dtype))
     for name, columns, dtype in rows:

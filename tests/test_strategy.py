@@ -124,20 +124,22 @@ def test_all_reduce_predictions():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_fused(op):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_fused(op, dtype):
     for options in ({}, {"result": jnp.float32}, {"n": 8, "k": 8, "m": 4}, {"size": 2}, {"strategy": "fused"}):
-        choice = choose(op, **options)
+        choice = choose(op, dtype=dtype, **options)
         assert choice.strategy == "fused" and choice.plan.target == "sm90", choice
+        assert choice == choose(op, **options), "one schedule for either type"
     assert choose(op, config=entwine_jax.Config(lead=7, transport="push")).plan.lead == 7
 
 
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"dtype": jnp.float32}, "take bfloat16 operands, not float32"),
-        ({"dtype": jnp.float16}, "take bfloat16 operands, not float16"),
+        ({"dtype": jnp.float32}, "take bfloat16 and float16 operands, not float32"),
         ({"dtype": jnp.int8}, "not int8"),
-        ({"result": jnp.float16}, "return bfloat16 or float32, not float16"),
+        ({"result": jnp.float16}, "return bfloat16 or float32 here, not float16"),
+        ({"dtype": jnp.float16, "result": jnp.bfloat16}, "return float16 or float32 here, not bfloat16"),
         ({"n": 129}, r"a row of w is 129 x 2 = 258 bytes, not a multiple of 16 \(pad to 136 columns\)"),
         ({"k": 100}, r"a row of x is 100 x 2 = 200 bytes"),
         ({"size": 16, "groups": tuple(range(16))}, "at most 8 ranks, not 16"),

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "ffi/problem.h"
 #include "kernel/sm90.h"
@@ -55,16 +56,29 @@ int ready_device(int device) {
   return ready[device] = multiprocessors;
 }
 
+std::optional<Operands> operands_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::BF16:
+      return Operands::kBf16;
+    case ffi::DataType::F16:
+      return Operands::kF16;
+    default:
+      return std::nullopt;
+  }
+}
+
 ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Buffers const& buffers) {
   ffi::ErrorOr<Problem> decoded = decode_problem(op, schedule::Target::kSm90, attributes, buffers);
   if (!decoded) return ffi::Unexpected<ffi::Error>(decoded.error());
   Problem const& problem = *decoded;
-  if (problem.in != ffi::DataType::BF16 || (problem.out != ffi::DataType::BF16 && problem.out != ffi::DataType::F32))
-    return ffi::Unexpected<ffi::Error>(
-        failed(op, "the sm_90 kernels take bfloat16 x and w and give bfloat16 or float32: cast, or pass strategy=\"xla\"",
-               ffi::ErrorCode::kUnimplemented));
+  auto operands = operands_of(problem.in);
+  if (!operands || (problem.out != problem.in && problem.out != ffi::DataType::F32))
+    return ffi::Unexpected<ffi::Error>(failed(
+        op, "the sm_90 kernels take bfloat16 or float16 x and w and give the same or float32: cast, or pass strategy=\"xla\"",
+        ffi::ErrorCode::kUnimplemented));
   sm90::Call call{};
   call.op = op;
+  call.operands = *operands;
   call.geometry = problem.geometry;
   call.plan = problem.plan;
   call.transposed_w = problem.transpose_w;

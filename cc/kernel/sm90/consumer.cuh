@@ -38,7 +38,7 @@ struct Image {
         uint32_t r[4];
         ptx::ldmatrix_x4(address(image, j, 0, warp, lane), r);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::add_bf16_pair(acc[j * 8 + i * 2], acc[j * 8 + i * 2 + 1], r[i]);
+        for (int i = 0; i < 4; ++i) C::Pair::add(acc[j * 8 + i * 2], acc[j * 8 + i * 2 + 1], r[i]);
       }
     }
   }
@@ -54,15 +54,15 @@ struct Image {
 #pragma unroll
       for (int j = 0; j < kValues / 8; ++j) {
         float const* d = acc + j * 8;
-        ptx::stmatrix_x4(address(image, j, 0, warp, lane), ptx::pack_bf16(d[0], d[1]), ptx::pack_bf16(d[2], d[3]),
-                         ptx::pack_bf16(d[4], d[5]), ptx::pack_bf16(d[6], d[7]));
+        ptx::stmatrix_x4(address(image, j, 0, warp, lane), C::Pair::pack(d[0], d[1]), C::Pair::pack(d[2], d[3]),
+                         C::Pair::pack(d[4], d[5]), C::Pair::pack(d[6], d[7]));
       }
     }
   }
 
  private:
-  // bf16: the 16-byte row of matrix pair j that this lane names to ldmatrix/stmatrix. float32: this lane's two values of column
-  // group j, in the upper (h 0) or lower (h 1) eight rows.
+  // 16 bits: the 16-byte row of matrix pair j that this lane names to ldmatrix/stmatrix. float32: this lane's two values of
+  // column group j, in the upper (h 0) or lower (h 1) eight rows.
   static __device__ __forceinline__ uint32_t address(uint32_t image, int j, int h, uint32_t warp, uint32_t lane) {
     uint32_t row, chunk, rest;
     if constexpr (C::kFloatOut) {
@@ -128,7 +128,7 @@ class Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
-      ptx::wgmma_k16<kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
+      ptx::wgmma_step<C::kOperands, kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
     ptx::wgmma_commit();
   }
 

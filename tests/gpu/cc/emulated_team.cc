@@ -34,7 +34,8 @@ std::string to_string(Variant const& v) {
   bool gather = v.op == Op::kAllGatherMatmul;
   std::string text = schedule::op_name(v.op);
   if (!gather) text += v.transport == Transport::kPull ? " pull" : " push";
-  text += v.float_out ? " to float32" : " to bfloat16";
+  text += v.operands == Operands::kF16 ? ", float16" : ", bfloat16";
+  if (v.float_out) text += " to float32";
   if (v.transposed_w) text += ", w transposed";
   if (v.few_rows) return text + ", few rows";
   if (v.gathers) text += gather ? ", x gathered" : ", gathering beside";
@@ -171,6 +172,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.plan.transport = variant.transport;
   call.plan.pushers = variant.pushers;
   if (variant.pushers == 1) call.plan.copiers = 1;
+  call.operands = variant.operands;
   call.transposed_w = variant.transposed_w;
   call.float_out = variant.float_out;
   call.x = x;

@@ -21,6 +21,7 @@ struct Variant {
   entwine::schedule::TileShape tile;
   bool few_rows = false;  // where the rows are few, else tiles
   bool gathers = false;   // tiles: returns all of x (all-gather), or of another array that it gathers beside (reduce-scatter)
+  entwine::Operands operands = entwine::Operands::kBf16;
 };
 std::string to_string(Variant const& variant);
 std::string to_string(entwine::schedule::Geometry const& geometry);
@@ -99,7 +100,7 @@ class EmulatedTeam {
   std::vector<uint8_t*> arenas_;
 };
 
-// A rank's chunk of what a call gathers: bf16.
+// A rank's chunk of what a call gathers: of the operands' type.
 struct Chunk {
   uint32_t batch, rows, cols;
   ENTWINE_HOST_DEVICE uint32_t elements() const { return batch * rows * cols; }
