@@ -62,6 +62,10 @@ std::optional<Operands> operands_of(ffi::DataType type) {
       return Operands::kBf16;
     case ffi::DataType::F16:
       return Operands::kF16;
+    case ffi::DataType::F8E4M3FN:
+      return Operands::kE4m3;
+    case ffi::DataType::F8E5M2:
+      return Operands::kE5m2;
     default:
       return std::nullopt;
   }
@@ -72,10 +76,13 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
   if (!decoded) return ffi::Unexpected<ffi::Error>(decoded.error());
   Problem const& problem = *decoded;
   auto operands = operands_of(problem.in);
-  if (!operands || (problem.out != problem.in && problem.out != ffi::DataType::F32))
-    return ffi::Unexpected<ffi::Error>(failed(
-        op, "the sm_90 kernels take bfloat16 or float16 x and w and give the same or float32: cast, or pass strategy=\"xla\"",
-        ffi::ErrorCode::kUnimplemented));
+  auto same = operands && is_float8(*operands) ? ffi::DataType::BF16 : problem.in;
+  if (!operands || (problem.out != same && problem.out != ffi::DataType::F32))
+    return ffi::Unexpected<ffi::Error>(
+        failed(op,
+               "the sm_90 kernels take bfloat16 or float16 x and w and give the same or float32, "
+               "or float8 and give bfloat16 or float32: cast, or pass strategy=\"xla\"",
+               ffi::ErrorCode::kUnimplemented));
   sm90::Call call{};
   call.op = op;
   call.operands = *operands;
@@ -86,6 +93,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
   call.x = buffers.x.untyped_data();
   call.w = buffers.w.untyped_data();
   call.y = buffers.y.untyped_data();
+  call.scale = buffers.scale_data();
   call.gathering = problem.gathering;
   call.z = buffers.z_data();
   call.gathered = buffers.gathered_data();
@@ -96,7 +104,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
 }
 
 schedule::ArenaDemand demand_of(sm90::Call const& call) {
-  uint32_t element_bytes = call.op != Op::kAllGatherMatmul && call.float_out ? 4 : 2;
+  uint32_t element_bytes = call.op == Op::kAllGatherMatmul ? operand_bytes(call.operands) : call.float_out ? 4 : 2;
   return schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, element_bytes, call.gathering);
 }
 
@@ -123,7 +131,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   auto x = arguments.get<ffi::AnyBuffer>(0), w = arguments.get<ffi::AnyBuffer>(1);
   auto y = results.get<ffi::AnyBuffer>(0);
   if (!x || !w || !y) return failed(op, "XLA gave Initialize no buffers", ffi::ErrorCode::kInternal);
-  Buffers buffers{*x, *w, **y, optional_buffer(arguments, 2), optional_buffer(results, 1)};
+  Buffers buffers = all_buffers(*x, *w, **y, attributes, arguments, results, 2, 1);
   auto call = decode_call(op, attributes, buffers);
   if (!call) return call.error();
   DeviceScope scope(device);
@@ -141,7 +149,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
 template <Op op>
 ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also, CallAttributes attributes) {
-  auto call = decode_call(op, attributes, {x, w, *y, optional_buffer(more, 0), optional_buffer(also, 0)});
+  auto call = decode_call(op, attributes, all_buffers(x, w, *y, attributes, more, also));
   if (!call) return call.error();
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();

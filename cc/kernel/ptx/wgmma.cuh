@@ -1,4 +1,5 @@
-// wgmma: warpgroup matrix products, D (64 x n, float32 registers) += A (64 x 16, shared) B (16 x n, shared).
+// wgmma: warpgroup matrix products, D (64 x n, float32 registers) += A (64 x k, shared) B (k x n, shared), k being
+// 32 bytes.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The instruction for n columns. `kind` is what follows n in its name.
+// The instruction for n columns. `kind` is what follows n in its name; only of 16-bit operands has it `transposes`.
 // clang-format off
-#define ENTWINE_WGMMA_N256(kind) \
+#define ENTWINE_WGMMA_N256(kind, transposes) \
   asm volatile( \
       "{\n" \
       ".reg .pred p;\n" \
@@ -36,7 +37,7 @@ __device__ __forceinline__ void wgmma_wait() {
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, " \
-      "%128, %129, p, 1, 1, %132, %131;\n" \
+      "%128, %129, p, 1, 1" transposes ";\n" \
       "}" \
       : \
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
@@ -56,7 +57,7 @@ __device__ __forceinline__ void wgmma_wait() {
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB), "n"(kTransposeA))
-#define ENTWINE_WGMMA_N128(kind) \
+#define ENTWINE_WGMMA_N128(kind, transposes) \
   asm volatile( \
       "{\n" \
       ".reg .pred p;\n" \
@@ -66,7 +67,7 @@ __device__ __forceinline__ void wgmma_wait() {
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
-      "%64, %65, p, 1, 1, %68, %67;\n" \
+      "%64, %65, p, 1, 1" transposes ";\n" \
       "}" \
       : \
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
@@ -78,7 +79,7 @@ __device__ __forceinline__ void wgmma_wait() {
         "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]) \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB), "n"(kTransposeA))
-#define ENTWINE_WGMMA_N64(kind) \
+#define ENTWINE_WGMMA_N64(kind, transposes) \
   asm volatile( \
       "{\n" \
       ".reg .pred p;\n" \
@@ -86,7 +87,7 @@ __device__ __forceinline__ void wgmma_wait() {
       "wgmma.mma_async.sync.aligned.m64n64" kind " {" \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
-      "%32, %33, p, 1, 1, %36, %35;\n" \
+      "%32, %33, p, 1, 1" transposes ";\n" \
       "}" \
       : \
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
@@ -94,49 +95,65 @@ __device__ __forceinline__ void wgmma_wait() {
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]) \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB), "n"(kTransposeA))
-#define ENTWINE_WGMMA_N16(kind) \
+#define ENTWINE_WGMMA_N16(kind, transposes) \
   asm volatile( \
       "{\n" \
       ".reg .pred p;\n" \
       "setp.ne.b32 p, %10, 0;\n" \
       "wgmma.mma_async.sync.aligned.m64n16" kind " {" \
       "%0, %1, %2, %3, %4, %5, %6, %7}, " \
-      "%8, %9, p, 1, 1, %12, %11;\n" \
+      "%8, %9, p, 1, 1" transposes ";\n" \
       "}" \
       : \
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]) \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB), "n"(kTransposeA))
 // clang-format on
 
-// One step of 16 in k; n is twice the accumulators' count. `kTransposeB`: B's contiguous dimension is n (w stored [k, n])
-// rather than k. D is overwritten unless `accumulate`.
+// One step of 32 bytes in k; n is twice the accumulators' count. `kTransposeB`: B's contiguous dimension is n (w stored [k, n])
+// rather than k; 16-bit operands only. D is overwritten unless `accumulate`.
 template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
 __device__ __forceinline__ void wgmma_step(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N256("k16.f32.bf16.bf16");
+    ENTWINE_WGMMA_N256("k16.f32.bf16.bf16", ", %132, %131");
+  else if constexpr (kOperands == Operands::kF16)
+    ENTWINE_WGMMA_N256("k16.f32.f16.f16", ", %132, %131");
+  else if constexpr (kOperands == Operands::kE4m3)
+    ENTWINE_WGMMA_N256("k32.f32.e4m3.e4m3", "");
   else
-    ENTWINE_WGMMA_N256("k16.f32.f16.f16");
+    ENTWINE_WGMMA_N256("k32.f32.e5m2.e4m3", "");
 }
 template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
 __device__ __forceinline__ void wgmma_step(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N128("k16.f32.bf16.bf16");
+    ENTWINE_WGMMA_N128("k16.f32.bf16.bf16", ", %68, %67");
+  else if constexpr (kOperands == Operands::kF16)
+    ENTWINE_WGMMA_N128("k16.f32.f16.f16", ", %68, %67");
+  else if constexpr (kOperands == Operands::kE4m3)
+    ENTWINE_WGMMA_N128("k32.f32.e4m3.e4m3", "");
   else
-    ENTWINE_WGMMA_N128("k16.f32.f16.f16");
+    ENTWINE_WGMMA_N128("k32.f32.e5m2.e4m3", "");
 }
 template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
 __device__ __forceinline__ void wgmma_step(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N64("k16.f32.bf16.bf16");
+    ENTWINE_WGMMA_N64("k16.f32.bf16.bf16", ", %36, %35");
+  else if constexpr (kOperands == Operands::kF16)
+    ENTWINE_WGMMA_N64("k16.f32.f16.f16", ", %36, %35");
+  else if constexpr (kOperands == Operands::kE4m3)
+    ENTWINE_WGMMA_N64("k32.f32.e4m3.e4m3", "");
   else
-    ENTWINE_WGMMA_N64("k16.f32.f16.f16");
+    ENTWINE_WGMMA_N64("k32.f32.e5m2.e4m3", "");
 }
 template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
 __device__ __forceinline__ void wgmma_step(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N16("k16.f32.bf16.bf16");
+    ENTWINE_WGMMA_N16("k16.f32.bf16.bf16", ", %12, %11");
+  else if constexpr (kOperands == Operands::kF16)
+    ENTWINE_WGMMA_N16("k16.f32.f16.f16", ", %12, %11");
+  else if constexpr (kOperands == Operands::kE4m3)
+    ENTWINE_WGMMA_N16("k32.f32.e4m3.e4m3", "");
   else
-    ENTWINE_WGMMA_N16("k16.f32.f16.f16");
+    ENTWINE_WGMMA_N16("k32.f32.e5m2.e4m3", "");
 }
 
 #undef ENTWINE_WGMMA_N256

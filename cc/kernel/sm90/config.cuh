@@ -26,7 +26,10 @@ struct Config {
   static constexpr uint32_t kConsumerN = kStacked ? kTileN : kTileN / kConsumers;
   static constexpr int kAccumulators = kConsumerN / 2;  // of a thread
   static constexpr Operands kOperands = kOperands_;
+  static constexpr bool kFloat8 = is_float8(kOperands);
+  static constexpr uint32_t kBlockK = kBlockBytes / operand_bytes(kOperands);
   static constexpr bool kTransposedW = kTransposedW_;  // w is stored (n, k)
+  static_assert(kTransposedW || !kFloat8, "8-bit operands are contiguous in k");
   static constexpr bool kFloatOut = kFloatOut_;
   using Pair =
       std::conditional_t<kOperands == Operands::kF16, ptx::F16Pair, ptx::Bf16Pair>;  // of the result, if it isn't float32
@@ -35,7 +38,7 @@ struct Config {
   // Large tiles: three stages are as fast as four. The rest of shared memory holds partials in flight, the pusher's or the
   // collector's ring. Small tiles wait for memory rather than for the tensor cores: the more bytes in flight the better.
   static constexpr int kStages = kStacked ? (kTileN == 256 ? 3 : 4) : (kGather ? 6 : 7);
-  static constexpr int kABytes = kCtaM * kBlockK * 2, kBBytes = kTileN * kBlockK * 2, kStageBytes = kABytes + kBBytes;
+  static constexpr int kABytes = kCtaM * kBlockBytes, kBBytes = kTileN * kBlockBytes, kStageBytes = kABytes + kBBytes;
   static constexpr int kBuffers = kGather || !kStacked ? 2 : 4;  // C buffers of a warpgroup
   static constexpr int kImageCols = kFloatOut ? 32 : 64;
   static constexpr int kImages = kConsumerN / kImageCols;  // images in a warpgroup's part of a tile

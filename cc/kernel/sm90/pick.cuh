@@ -13,8 +13,9 @@ auto pick(Variant const& v, Use use) {
     if (v.traced)
       return v.transposed_w ? use(Config<kOp, kTileM, kTileN, kOperands, true, kFloatOut, true>{})
                             : use(Config<kOp, kTileM, kTileN, kOperands, false, kFloatOut, true>{});
-  return v.transposed_w ? use(Config<kOp, kTileM, kTileN, kOperands, true, kFloatOut, false>{})
-                        : use(Config<kOp, kTileM, kTileN, kOperands, false, kFloatOut, false>{});
+  if constexpr (!is_float8(kOperands))
+    if (!v.transposed_w) return use(Config<kOp, kTileM, kTileN, kOperands, false, kFloatOut, false>{});
+  return use(Config<kOp, kTileM, kTileN, kOperands, true, kFloatOut, false>{});
 }
 
 template <schedule::Op kOp, Operands kOperands, bool kFloatOut, class Use>
@@ -31,7 +32,16 @@ auto pick(Variant const& v, Use use) {
 
 template <schedule::Op kOp, class Use>
 auto pick(Variant const& v, Use use) {
-  return v.operands == Operands::kF16 ? pick<kOp, Operands::kF16>(v, use) : pick<kOp, Operands::kBf16>(v, use);
+  switch (v.operands) {
+    case Operands::kF16:
+      return pick<kOp, Operands::kF16>(v, use);
+    case Operands::kE4m3:
+      return pick<kOp, Operands::kE4m3>(v, use);
+    case Operands::kE5m2:
+      return pick<kOp, Operands::kE5m2>(v, use);
+    default:
+      return pick<kOp, Operands::kBf16>(v, use);
+  }
 }
 
 }  // namespace entwine::sm90
