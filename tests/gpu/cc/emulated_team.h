@@ -22,6 +22,7 @@ struct Variant {
   bool few_rows = false;  // where the rows are few, else tiles
   bool gathers = false;   // tiles: returns all of x (all-gather), or of another array that it gathers beside (reduce-scatter)
   entwine::Operands operands = entwine::Operands::kBf16;
+  uint32_t element_bytes() const { return entwine::operand_bytes(operands); }  // of x
 };
 std::string to_string(Variant const& variant);
 std::string to_string(entwine::schedule::Geometry const& geometry);
@@ -52,6 +53,7 @@ struct Rank {
   int device;
   cudaStream_t stream, probe;  // `probe` is for looking at a rank that hangs
   uint8_t* arena;
+  float* scale;  // of 8-bit operands
   Pool pool;
   uint32_t multiprocessors;  // its share of the device
   uint32_t epoch;            // of its next call
@@ -60,7 +62,7 @@ struct Rank {
 class EmulatedTeam {
  public:
   // start_epochs() comes next.
-  EmulatedTeam(uint32_t ranks, int devices, entwine::schedule::ArenaLayout const& layout, uint64_t pool_bytes);
+  EmulatedTeam(uint32_t ranks, int devices, entwine::schedule::ArenaLayout const& layout, uint64_t pool_bytes, float scale);
   ~EmulatedTeam();
   EmulatedTeam(EmulatedTeam const&) = delete;
   EmulatedTeam& operator=(EmulatedTeam const&) = delete;

@@ -9,6 +9,7 @@
 // Exit status: 0 all passed, 1 something failed, 2 no GPU that can run this, 3 a hang.
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -62,26 +63,44 @@ struct Gathered {
   Guarded whole;
 };
 
-Gathered take_gathered(Pool& pool, Chunk const& chunk, uint32_t ranks) {
-  uint8_t* z = pool.take(uint64_t{chunk.elements()} * 2);
-  uint64_t bytes = uint64_t{chunk.elements()} * ranks * 2 + 2 * kGuardBytes;
+Gathered take_gathered(Pool& pool, Chunk const& chunk, uint32_t ranks, Operands operands) {
+  uint64_t chunk_bytes = uint64_t{chunk.elements()} * operand_bytes(operands);
+  uint8_t* z = pool.take(chunk_bytes);
+  uint64_t bytes = chunk_bytes * ranks + 2 * kGuardBytes;
   return {z, {pool.take(bytes), bytes}};
 }
 
-Result gathered_of(Variant const& v) { return v.operands == Operands::kF16 ? Result::kF16 : Result::kBf16; }
-Result result_of(Variant const& v) { return v.float_out ? Result::kFloat32 : gathered_of(v); }
+Result gathered_of(Variant const& v) {
+  constexpr Result kResults[] = {Result::kBf16, Result::kF16, Result::kE4m3, Result::kE5m2};
+  return kResults[static_cast<uint32_t>(v.operands)];
+}
+Result result_of(Variant const& v) {
+  if (v.float_out) return Result::kFloat32;
+  return v.operands == Operands::kF16 ? Result::kF16 : Result::kBf16;
+}
+float scale_of(Variant const& v) { return is_float8(v.operands) ? kScale : 1; }
+uint32_t bytes_of(Result result) {
+  return result == Result::kFloat32 ? 4 : result == Result::kE4m3 || result == Result::kE5m2 ? 1 : 2;
+}
+// Rows must be a multiple of 16 bytes.
+bool takes(Variant const& v, Geometry const& g) { return g.k * v.element_bytes() % 16 == 0; }
 
-void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, Result result, Verdict* verdict) {
+void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, Result result, float scale,
+                     Verdict* verdict) {
   if (result == Result::kFloat32)
     compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, count, result,
-                                                             verdict);
+                                                             scale, verdict);
+  else if (bytes_of(result) == 1)
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(y.begin, want, count, result, scale, verdict);
   else
     compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, count, result,
-                                                             verdict);
+                                                             scale, verdict);
   CHECK_CUDA(cudaGetLastError());
 }
 
 float value_of(uint32_t bits, Result result) {
+  if (result == Result::kE5m2) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits << 8)));
+  if (result == Result::kE4m3) return bits == 0 ? 0.0f : bits == 0x38 ? 1.0f : bits == 0xb8 ? -1.0f : NAN;  // all there is
   if (result == Result::kF16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
   if (result == Result::kBf16) bits <<= 16;
   float value;
@@ -93,7 +112,7 @@ float value_of(uint32_t bits, Result result) {
 std::string gathered_fault_of(Verdict const& verdict, uint32_t rank, Geometry const& g, Variant const& v) {
   if (verdict.bad == 0) return "";
   Chunk chunk = chunk_of(v.op, g);
-  int64_t index = static_cast<int64_t>(~static_cast<uint32_t>(verdict.got >> 32)) - kGuardBytes / 2;
+  int64_t index = static_cast<int64_t>(~static_cast<uint32_t>(verdict.got >> 32)) - kGuardBytes / bytes_of(gathered_of(v));
   int64_t row = index / chunk.cols, part = row / chunk.rows;
   char first[160];
   std::snprintf(
@@ -132,6 +151,10 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
     for (uint32_t m_shard : kRows)
       for (uint32_t n : kColumns)
         for (uint32_t k : kDepths) shapes.push_back(geometry_of(ranks, batch, m_shard, n, k));
+  // For operands of 8 bits, whose rows must be a multiple of 16 long.
+  for (uint32_t m_shard : kRows)
+    for (uint32_t n : kColumns)
+      for (uint32_t k : {16u, 144u, 528u}) shapes.push_back(geometry_of(ranks, m_shard == 129 ? 3 : 1, m_shard, n, k));
   // Deep enough for few rows to be cut into up to eight slices, the last of which is short.
   for (uint32_t m_shard : {2u, 13u, 31u})
     for (uint32_t n : {136u, 1160u})
@@ -152,10 +175,11 @@ constexpr char const* kFamilies[] = {"all_gather_matmul",
                                      "all_gather_matmul with the gathered x",
                                      "matmul_reduce_scatter pull gathering beside",
                                      "matmul_reduce_scatter push gathering beside",
-                                     "float16"};
+                                     "float16",
+                                     "float8"};
 constexpr uint32_t kFamilyCount = std::size(kFamilies);
 uint32_t family_of(Variant const& v) {
-  if (v.operands != Operands::kBf16) return 11;
+  if (v.operands != Operands::kBf16) return is_float8(v.operands) ? 12 : 11;
   if (v.few_rows) return 5 + static_cast<uint32_t>(v.op);
   if (v.op == Op::kAllGatherMatmul) return v.gathers ? 8 : 0;
   if (v.gathers) return 9 + (v.transport == Transport::kPush);
@@ -205,6 +229,12 @@ std::vector<Variant> exact_variants() {
           tiles.tile = tile;
           tiles.gathers = float_out && op != Op::kMatmulAllReduce;
           variants.push_back(tiles);
+          if (!transposed_w) continue;
+          for (Operands operands : {Operands::kE4m3, Operands::kE5m2}) {
+            tiles.operands = operands;
+            tiles.transport = operands == Operands::kE4m3 ? Transport::kPull : Transport::kPush;
+            variants.push_back(tiles);
+          }
         }
       }
   return variants;
@@ -239,8 +269,9 @@ void exact(EmulatedTeam& team) {
       pool.clear();
       uint32_t x_count = x_elements(Op::kMatmulReduceScatter, g), w_count = g.n * g.k;
       for (Operands operands : kAllOperands) {
-        b.x[index_of(operands)] = pool.take(uint64_t{x_count} * 2);
-        for (uint8_t*& w : b.w[index_of(operands)]) w = pool.take(uint64_t{w_count} * 2);
+        uint32_t type = index_of(operands);
+        b.x[type] = pool.take(uint64_t{x_count} * operand_bytes(operands));
+        for (uint8_t*& w : b.w[type]) w = pool.take(uint64_t{w_count} * operand_bytes(operands));
       }
       b.y = take_y(pool, Op::kAllGatherMatmul, g, true);
       for (Op op : kOps)
@@ -248,7 +279,8 @@ void exact(EmulatedTeam& team) {
             reinterpret_cast<float*>(pool.take(uint64_t{y_elements(op, geometry_for(op, g))} * 4));
       for (Op op : kGatheringOps) {
         Chunk chunk = chunk_of(op, g);
-        for (Gathered& gathered : b.gathered[static_cast<uint32_t>(op)]) gathered = take_gathered(pool, chunk, g.ranks);
+        for (Operands operands : kAllOperands)
+          b.gathered[static_cast<uint32_t>(op)][index_of(operands)] = take_gathered(pool, chunk, g.ranks, operands);
         b.want_gathered[static_cast<uint32_t>(op)] =
             reinterpret_cast<float*>(pool.take(uint64_t{chunk.elements()} * g.ranks * 4));
       }
@@ -287,7 +319,7 @@ void exact(EmulatedTeam& team) {
     for (size_t i = 0; i < variants.size(); ++i) {
       Variant const& v = variants[i];
       Geometry shape = geometry_for(v.op, g);
-      if (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows) continue;
+      if (!takes(v, shape) || (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows)) continue;
       Progress::at(team_name + to_string(v) + ", " + to_string(shape));
       ++calls[family_of(v)];
       team.each([&](Rank& rank) {
@@ -308,10 +340,10 @@ void exact(EmulatedTeam& team) {
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         uint32_t op = static_cast<uint32_t>(v.op);
-        enqueue_compare(rank, b.y, b.want[op], y_elements(v.op, shape), result_of(v), &b.verdicts[i]);
+        enqueue_compare(rank, b.y, b.want[op], y_elements(v.op, shape), result_of(v), scale_of(v), &b.verdicts[i]);
         if (v.gathers)
           enqueue_compare(rank, b.gathered[op][index_of(v.operands)].whole, b.want_gathered[op],
-                          chunk_of(v.op, g).elements() * g.ranks, gathered_of(v), &b.gathered_verdicts[i]);
+                          chunk_of(v.op, g).elements() * g.ranks, gathered_of(v), 1, &b.gathered_verdicts[i]);
       });
       team.finish();
     }
@@ -339,7 +371,7 @@ constexpr uint32_t kStressCalls = 30;
 
 // One with many tiles, whatever the team, one that is all tails.
 std::vector<Geometry> stress_shapes(uint32_t ranks) {
-  return {geometry_of(ranks, 1, 4500 / ranks, 1160, 136), geometry_of(ranks, 3, 129, 136, 72)};
+  return {geometry_of(ranks, 1, 4500 / ranks, 1160, 144), geometry_of(ranks, 3, 129, 136, 80)};
 }
 
 struct Stress {
@@ -392,6 +424,10 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     false};
     if (!call.variant.few_rows) call.variant.gathers = op != Op::kMatmulAllReduce && below(2) == 0;
     call.variant.operands = kAllOperands[below(std::size(kAllOperands))];
+    if (is_float8(call.variant.operands)) {
+      call.variant.transposed_w = true;
+      call.variant.few_rows = false;
+    }
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -406,12 +442,12 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       StressCall::Buffers& b = call.rank[rank.number];
       Geometry const& g = call.geometry;
       Variant const& v = call.variant;
-      b.x = pool.take(uint64_t{x_elements(v.op, g)} * 2);
-      b.w = pool.take(uint64_t{g.n} * g.k * 2);
+      b.x = pool.take(uint64_t{x_elements(v.op, g)} * v.element_bytes());
+      b.w = pool.take(uint64_t{g.n} * g.k * v.element_bytes());
       b.y = take_y(pool, v.op, g, v.float_out);
       most = schedule::larger(most, y_elements(v.op, g));
       if (!v.gathers) continue;
-      b.gathered = take_gathered(pool, chunk_of(v.op, g), g.ranks);
+      b.gathered = take_gathered(pool, chunk_of(v.op, g), g.ranks, v.operands);
       most = schedule::larger(most, chunk_of(v.op, g).elements() * g.ranks);
     }
     want[rank.number] = reinterpret_cast<float*>(pool.take(uint64_t{most} * 4));
@@ -461,13 +497,13 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                                                                                  {op, g, call.seed, rank.number});
       CHECK_CUDA(cudaGetLastError());
       enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], y_elements(op, g), result_of(call.variant),
-                      &verdicts[rank.number][i]);
+                      scale_of(call.variant), &verdicts[rank.number][i]);
       if (!call.variant.gathers) continue;
       Chunk chunk = chunk_of(op, g);
       uint32_t count = chunk.elements() * g.ranks;
       fill_gathered<<<blocks_for(count), kThreads, 0, rank.stream>>>(want[rank.number], op, chunk, g.ranks, call.seed);
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], count, gathered_of(call.variant),
+      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], count, gathered_of(call.variant), 1,
                       &verdicts[rank.number][kStressCalls + i]);
     }
   });
@@ -512,7 +548,7 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
 
 void test_team(uint32_t ranks, int devices) {
   Progress::at("team of " + std::to_string(ranks) + ": memory");
-  EmulatedTeam team(ranks, devices, layout_of(ranks), kPoolBytes);
+  EmulatedTeam team(ranks, devices, layout_of(ranks), kPoolBytes, kScale);
   Watchdog watchdog([&team] { team.describe(); });
   exact(team);
   for (uint32_t i = 0; i < std::size(kStresses); ++i) stress(team, kStresses[i], i);
