@@ -324,7 +324,7 @@ def on_ranks(
             _checks.common_scale(op, pair[0], team.axis_name)
         dtype = _checks.float8_types(op, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
         request = Request(op, team, False, dtype, precision, settings, gathers, scaled=True)
-        results = _scaled.run(request, flat(x), w, pair[0] * pair[1])
+        results = _scaled.run(request, *_scaled.varied(team.axis_name, flat(x), w, pair[0] * pair[1]))
     y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in results)
     assert y is not None
     return y, gathered

@@ -3,7 +3,7 @@ way, which have gradients."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,22 @@ FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 def run(
     request: Request, x: jax.Array, w: jax.Array, scale: jax.Array, z: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `_differentiable.run`, times `scale`, of float8 x and w: y has no gradient."""
+    """As `_differentiable.run`, times `scale`, of float8 x and w: y has no gradient. All vary over the same axes."""
     choice = _strategy.choose(request, x, w)
     if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
         y = run(dataclasses.replace(request, gathers=False), x, w, scale)[0]
         return y, _reference.gather(z, request.team.axis_name)
-    for _ in range(2):  # the second time with all axes that any of them varies over
-        x, w = _lowering.vary(x, w, request.team.axis_name)
-        scale, x = _lowering.vary(scale, x, request.team.axis_name)
     results: tuple[jax.Array, jax.Array | None] = _bound_inline(request, choice, x, w, scale, z)
     return results
+
+
+def varied(axis_name: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
+    """x, w and scale as `run` wants them inside a manual shard_map."""
+    made = list(operands)
+    for _ in range(2):  # the second time with all axes that any of them varies over
+        for i in range(1, len(made)):
+            made[0], made[i] = _lowering.vary(made[0], made[i], axis_name)
+    return made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -43,15 +49,20 @@ def _bound(
     return results[0], results[1] if request.gathers else None
 
 
-def _no_gradient(request: Request, *_: Any) -> Any:
+def no_gradient(op: str) -> NoReturn:
+    use = op if op != "collective_matmul" else "all_gather_matmul and its kin inside jax.shard_map"
     raise TypeError(
-        f"entwine_jax.{request.op}: the gradient of a float8 array would be float8 itself, so a product of such has "
-        f"none; use entwine_jax.float8_{request.op}, which quantises x and w and has a first derivative, or "
+        f"entwine_jax.{op}: the gradient of a float8 array would be float8 itself, so a product of such has "
+        f"none; use entwine_jax.float8_{use}, which quantises x and w and has a first derivative, or "
         "jax.lax.stop_gradient on x, w and scales"
     )
 
 
-_bound.defvjp(_no_gradient, _no_gradient)
+def _refuse(request: Request, *_: Any) -> Any:
+    no_gradient(request.op)
+
+
+_bound.defvjp(_refuse, _refuse)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -94,7 +105,7 @@ def _quantised(request: Request, x: jax.Array, w: jax.Array, x_scale: jax.Array,
 
 def _product(request: Request, x: jax.Array, w: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """w is (k, n), and its transpose is made as it is quantised."""
-    return run(dataclasses.replace(request, transpose_w=True), x, w.T, scale)
+    return run(dataclasses.replace(request, transpose_w=True), *varied(request.team.axis_name, x, w.T, scale))
 
 
 def _forward(request: Request, x: Any, w: Any, x_scale: Any, w_scale: Any) -> Any:
@@ -131,7 +142,8 @@ def _backward(request: Request, residuals: Any, dy: Any) -> Any:
         if w8 is not None:
             dx = _dot(dy8, w8, (2,), (1,), dy_scale * w_scale)
     elif w8 is not None:
-        dx, beside = run(to_dx, dy8, w8, dy_scale * w_scale, x8 if op == "all_gather_matmul" else None)
+        dy8, w8, scale = varied(axis_name, dy8, w8, dy_scale * w_scale)
+        dx, beside = run(to_dx, dy8, w8, scale, x8 if op == "all_gather_matmul" else None)
         if op == "all_gather_matmul":
             rows = beside if rows is None else rows
         elif beside is not None:

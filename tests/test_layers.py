@@ -20,7 +20,7 @@ PYTHON = [
     {"_explain", "_trace", "_doctor", "_float8"},
     {"_matmul"},
     {"_products"},
-    {"_partitioned_pairs"},
+    {"_partitioned_pairs", "_partitioned_scaled"},
     {"_partitioning", "_placed"},
     {"_spread"},
     {"_ops", "_shards"},

@@ -26,6 +26,7 @@ from harness import (
     relative_error,
     team_size,
 )
+from jax.sharding import PartitionSpec as P
 
 import entwine_jax
 from entwine_jax import Config
@@ -106,7 +107,7 @@ def test_gathered():
         return_gathered=True,
         preferred_element_type=jnp.bfloat16,
     )
-    specs = (y_spec, jax.P(None))
+    specs = (y_spec, P(None))
     run = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=specs, check_vma=False))
     y, rows = run(put(x.astype(E4M3), mesh, x_spec), put(w.astype(E4M3), mesh, w_spec))
     assert_shards_equal(case, y, exact_product(case, ranks, x, w) / 8)
