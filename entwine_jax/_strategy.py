@@ -101,7 +101,7 @@ def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
         return Choice("xla", problem)
     copy = ""
     if request.scaled and not request.transpose_w:
-        copy = f"; w is transposed first, a copy of {w.size} bytes"
+        copy = f"; w is transposed first, a copy of {w.size} bytes unless it is a transpose itself"
     if wanted == "fused":
         return Choice("fused", f"asked for{copy}", plan(request, x, w))
     fused_us, xla_us = predict(request, x, w)
