@@ -38,7 +38,7 @@ def operands(rows=72, k=40, n=68, x_dtype=E4M3, leading=()):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_exact(op, x_dtype, strategy, dtype):
-    for ranks, shape in ((2, (72, 40, 68)), (3, (99, 24, 36)), (8, (8, 8, 8))):
+    for ranks, shape in ((1, (9, 8, 7)), (2, (72, 40, 68)), (3, (99, 24, 36)), (8, (8, 8, 8))):
         x, w = operands(*shape, x_dtype)
         y = run(op, x, w, ranks, strategy=strategy, preferred_element_type=dtype)
         assert y.dtype == dtype
@@ -296,6 +296,15 @@ def test_gradients(op, strategy, check_vma, wanted):
     x, w, dy = (np.asarray(v, np.float64) for v in (x, w, dy))
     gradients = dy @ w.T, np.einsum("bmk,bmn->kn", x, dy)
     assert_close(got, tuple(gradients[i].astype(np.float32) for i in wanted), 1e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_team_of_one(op):
+    x, w = normal((16, 8), 1), normal((8, 12), 2)
+    loss = lambda ranks: lambda x, w: jnp.sin(spread(quantising, op, mesh_of((ranks,)))(x, w)).sum()  # noqa: E731
+    scaled_alike = jax.jit(jax.grad(loss(1), (0, 1)))(x, w)
+    exact = jax.grad(lambda x, w: jnp.sin(x @ w).sum(), (0, 1))(x, w)
+    assert_close(scaled_alike, exact, 0.2)
 
 
 @pytest.mark.parametrize("op", OPS)
