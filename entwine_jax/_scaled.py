@@ -71,12 +71,13 @@ def _bound_inline(request: Request, choice: Choice, *operands: Any) -> Any:
 
 
 def amax_scale(x: jax.Array, dtype: Any, axis_name: tuple[str, ...] = ()) -> jax.Array:
-    """That brings the largest of |x|, on all ranks of the axes, to the largest number of `dtype`."""
+    """That brings the largest of |x|, on all ranks of the axes, to the largest number of `dtype`. If that isn't finite,
+    neither will anything be that is quantised by it: an overflow shows."""
     amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     if axis_name:
         amax = lax.pmax(amax, axis_name)
     scale = amax / float(jnp.finfo(dtype).max)
-    return jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.float32(1))
+    return jnp.where(scale == 0, jnp.float32(1), scale)
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:

@@ -282,6 +282,17 @@ def test_current_scales(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_overflow_shows(op):
+    """As whoever scales a loss looks for it: what isn't finite stays so, and isn't clipped."""
+    x, w = normal((16, 8), 1), normal((8, 12), 2)
+    f = spread(quantising, op, mesh_of((2,)))
+    for bad in (jnp.inf, jnp.nan):
+        assert not np.isfinite(np.asarray(jax.jit(f)(x.at[0, 0].set(bad), w))[0]).any()
+        dx, dw = jax.jit(lambda x, w, dy: jax.vjp(f, x, w)[1](dy))(x, w, jnp.ones((16, 12)).at[0, 0].set(bad))
+        assert not np.isfinite(np.asarray(dx)[0]).any() and not np.isfinite(np.asarray(dw)[:, 0]).any()
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)], ids=str)

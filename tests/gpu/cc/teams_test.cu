@@ -82,8 +82,8 @@ float scale_of(Variant const& v) { return is_float8(v.operands) ? kScale : 1; }
 uint32_t bytes_of(Result result) {
   return result == Result::kFloat32 ? 4 : result == Result::kE4m3 || result == Result::kE5m2 ? 1 : 2;
 }
-// Rows must be a multiple of 16 bytes.
-bool takes(Variant const& v, Geometry const& g) { return g.k * v.element_bytes() % 16 == 0; }
+// Rows of x are a multiple of 16 bytes. Shapes that 8-bit operands can have are for these alone: exact_shapes().
+bool meant_for(Variant const& v, Geometry const& g) { return (g.k % 16 == 0) == is_float8(v.operands); }
 
 void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, Result result, float scale,
                      Verdict* verdict) {
@@ -319,7 +319,7 @@ void exact(EmulatedTeam& team) {
     for (size_t i = 0; i < variants.size(); ++i) {
       Variant const& v = variants[i];
       Geometry shape = geometry_for(v.op, g);
-      if (!takes(v, shape) || (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows)) continue;
+      if (!meant_for(v, shape) || (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows)) continue;
       Progress::at(team_name + to_string(v) + ", " + to_string(shape));
       ++calls[family_of(v)];
       team.each([&](Rank& rank) {
