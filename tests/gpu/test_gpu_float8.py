@@ -26,6 +26,7 @@ from harness import (
     relative_error,
     team_size,
 )
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
@@ -113,6 +114,19 @@ def test_gathered():
     assert_shards_equal(case, y, exact_product(case, ranks, x, w) / 8)
     assert rows.dtype == E4M3
     assert_shards_equal(case, rows, x.astype(np.float64))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_collective_matmul(op):
+    """Under automatic sharding."""
+    case, mesh = Case(op, 136, 264, 144), mesh_of()
+    x_spec, w_spec, y_spec = case.specs(AXIS)
+    x, w = integers(case, team_size(mesh), 6)
+    options = {"scales": SCALES, "preferred_element_type": jnp.bfloat16, "strategy": "fused"}
+    run = jax.jit(lambda x, w: entwine_jax.collective_matmul(x, w, out_sharding=NamedSharding(mesh, y_spec), **options))
+    x8, w8 = put(x.astype(E4M3), mesh, x_spec), put(w.astype(E4M3), mesh, w_spec)
+    assert [matmul.op for matmul in entwine_jax.explain(run, x8, w8)] == [op]
+    assert_shards_equal(case, run(x8, w8), exact_product(case, team_size(mesh), x, w) / 8)
 
 
 @pytest.mark.parametrize("op", OPS)
