@@ -1,7 +1,7 @@
 """Times entwine_jax against XLA and other peers, with the GEMM and the link alone beside them; writes JSON for
 benchmarks/report.py.
 
-    python -m benchmarks.collective_matmul --out FILE.json [--suite ten|tp8|small|all]
+    python -m benchmarks.collective_matmul --out FILE.json [--suite ten|tp8|small|all_reduce|decode|fp8|all]
         [--peers xla,xla_windowed,pallas,torch] [--strategy fused,auto]
 
 All devices of this process are one team. What is timed, and why it is a fair time:
@@ -14,6 +14,8 @@ All devices of this process are one team. What is timed, and why it is a fair ti
   range as the spread; ratios are computed within each round, and the median of those is reported: rounds.py.
 * Interleaved this way, in this process: ours, XLA, XLA's dot alone (`gemm`, cuBLAS where XLA picks that) and the link
   alone (the row's bytes by copy engine, all directions at once: link.py). `bound` is the larger of the last two.
+* Rows of float8 (suite fp8) have ours in bfloat16 beside them, in the same rounds: `ours_over_bf16`. Their w is stored
+  (n, k), so that nobody transposes; XLA's are dots of float8 too.
 * Peers that need a process of their own run afterwards on the same machine, one after the other, and measure the GEMM
   alone themselves. Where clocks differ between processes, compare a peer's `over_gemm` with `ours_over_gemm`: peers/.
 * Before and after timing, ours is compared with XLA's, on results of the very programs that are timed; peers' too.
@@ -46,7 +48,7 @@ from jax.sharding import Mesh
 import entwine_jax
 from benchmarks import chains, link, peers, rounds
 from benchmarks.chains import AXIS
-from benchmarks.shapes import ALL_REDUCE_OP, LINK_BYTES_PER_SECOND, SUITES, TINY, Shape
+from benchmarks.shapes import ALL_REDUCE_OP, LINK_BYTES_PER_SECOND, SUITES, TINY, TINY_FLOAT8, Shape
 
 PEERS = ("xla", *peers.MODULES)
 STRATEGIES = ("fused", "auto")
@@ -68,7 +70,22 @@ class Settings:
 
 def op_call(shape: Shape, strategy: str) -> chains.Call:
     op = getattr(entwine_jax, shape.op)
-    return lambda x, w: op(x, w, AXIS, strategy=strategy)
+    if not shape.float8:
+        return lambda x, w: op(x, w, AXIS, strategy=strategy)
+    scales = jnp.float32(1), jnp.float32(shape.k**-0.5)
+    return lambda x, w: op(x, w.T, AXIS, scales=scales, strategy=strategy, preferred_element_type=jnp.bfloat16)
+
+
+def gemm_call(shape: Shape) -> chains.Call:
+    if not shape.float8:
+        return jnp.matmul
+
+    def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        scaled: jax.Array = (y * jnp.float32(shape.k**-0.5)).astype(jnp.bfloat16)
+        return scaled
+
+    return dot
 
 
 def choice(shape: Shape, mesh: Mesh, strategy: str) -> dict[str, Any]:
@@ -77,7 +94,7 @@ def choice(shape: Shape, mesh: Mesh, strategy: str) -> dict[str, Any]:
     mapped = jax.shard_map(
         op_call(shape, strategy), mesh=mesh, in_specs=(layout.x_spec, layout.w_spec), out_specs=layout.y_spec
     )
-    operands = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (layout.x_shape, layout.w_shape))
+    operands = (jax.ShapeDtypeStruct(each, layout.dtype) for each in (layout.x_shape, layout.w_shape))
     (found,) = entwine_jax.explain(mapped, *operands)
     plan = None if found.plan is None else dataclasses.asdict(found.plan)
     return {"chosen": found.strategy, "reason": found.reason, "plan": plan}
@@ -116,7 +133,11 @@ def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone
     layout, gemm = chains.collective_layout(shape, ranks), chains.gemm_layout(shape, ranks)
     for name in ("xla", *settings.strategies):
         programs.add(name, layout, chains.per_rank_program(layout, mesh, calls, op_call(shape, name)))
-    programs.add("gemm", gemm, chains.per_rank_program(gemm, mesh, calls, jnp.matmul))
+    programs.add("gemm", gemm, chains.per_rank_program(gemm, mesh, calls, gemm_call(shape)))
+    if shape.float8:
+        same = dataclasses.replace(shape, float8=False)
+        wide = chains.collective_layout(same, ranks)
+        programs.add("bf16", wide, chains.per_rank_program(wide, mesh, calls, op_call(same, settings.strategies[0])))
     errors = {name: programs.compare(name, "xla", "before") for name in settings.strategies}
 
     with contextlib.ExitStack() as stack:
@@ -152,7 +173,7 @@ def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone
                 "n": shape.n,
                 "k": shape.k,
                 "ranks": ranks,
-                "dtype": "bfloat16",
+                "dtype": layout.dtype,
                 "strategy": strategy,
                 **choice(shape, mesh, strategy),
                 "ours_ms": statistics.median(ours),
@@ -162,6 +183,7 @@ def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone
                 "bound_over_ours": rounds.paired(bound, ours),
                 "ours_over_gemm": rounds.paired(ours, ms["gemm"]),
                 "ours_over_xla": rounds.paired(ours, ms["xla"]),
+                **(_beside_bf16(ours, ms["bf16"]) if shape.float8 else {}),
                 "error": errors[strategy],
                 "peers": {},
                 "peer_details": {},
@@ -174,10 +196,18 @@ def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone
         progress(
             f"{shape} {row['strategy']} ({row['chosen']}): {times} ms  xla/ours {1 / row['ours_over_xla']:.3f}"
             f"  ours/gemm {row['ours_over_gemm']:.3f}  bound/ours {row['bound_over_ours']:.3f}"
-            f"  error {row['error']:.1e}  spread {apart}"
+            f"{_over_bf16(row)}  error {row['error']:.1e}  spread {apart}"
             f"  (ready in {ready - start:.1f} s, timed in {done - ready:.1f} s)"
         )
     return found
+
+
+def _beside_bf16(ours: Sequence[float], bf16: Sequence[float]) -> dict[str, float]:
+    return {"bf16_ms": statistics.median(bf16), "ours_over_bf16": rounds.paired(ours, bf16)}
+
+
+def _over_bf16(row: dict[str, Any]) -> str:
+    return f"  bf16/ours {1 / row['ours_over_bf16']:.3f}" if "ours_over_bf16" in row else ""
 
 
 def nvidia_smi(query: str) -> str:
@@ -257,7 +287,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run_peers(options: argparse.Namespace, settings: Settings, ranks: int, about: dict[str, Any]) -> None:
     """Adds what the peers in processes of their own find to about's rows, versions and notes."""
     names = [name for name in options.peers if name != "xla"]
-    shapes = tuple(dict.fromkeys(Shape(*(row[key] for key in ("op", "m", "n", "k"))) for row in about["rows"]))
+    rows = [row for row in about["rows"] if row["dtype"] == "bfloat16"]  # what all peers multiply
+    shapes = tuple(dict.fromkeys(Shape(*(row[key] for key in ("op", "m", "n", "k"))) for row in rows))
     for name in names if shapes else ():
         start = time.perf_counter()
         job = peers.Job(
@@ -271,7 +302,7 @@ def run_peers(options: argparse.Namespace, settings: Settings, ranks: int, about
             platform=options.platform,
         )
         found = peers.run(name, job)
-        peers.merge(about["rows"], found)
+        peers.merge(rows, found)
         about["versions"].update({key: text for key, text in found["versions"].items() if key not in about["versions"]})
         about["notes"] += found["notes"]
         write(options.out, about)
@@ -290,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     suites = {name: shapes for chosen in options.suite for name, shapes in SUITES[chosen].items()}
     settings = Settings(options.rounds, options.calls, rounds.SAMPLE_SECONDS, options.strategy)
     if options.tiny:
-        suites = {"tiny": TINY}
+        suites = {"tiny": TINY_FLOAT8 if options.suite == ("fp8",) else TINY}
         settings = dataclasses.replace(
             settings, rounds=min(options.rounds, 2), calls=min(options.calls, 2), sample_seconds=0.0
         )

@@ -67,15 +67,18 @@ def table(rows: Sequence[Row]) -> list[str]:
     """One op's rows, all of them, in the order they were measured."""
     peers = sorted({peer for row in rows for peer in row["peers"]})
     best = ["best / ours"] if peers else []
+    bf16 = any("ours_over_bf16" in row for row in rows)
     headings = [
         "m, n, k of one rank",
         "ours",
         "XLA",
         *map(peer_title, peers),
+        *(["ours in bfloat16"] if bf16 else []),
         "GEMM alone",
         "link alone",
         "XLA / ours",
         *best,
+        *(["bfloat16 / float8"] if bf16 else []),
         "ours / GEMM",
         "bound / ours",
     ]
@@ -86,10 +89,12 @@ def table(rows: Sequence[Row]) -> list[str]:
             milliseconds(row["ours_ms"]),
             milliseconds(row["xla_ms"]),
             *(milliseconds(row["peers"][peer]) if peer in row["peers"] else "" for peer in peers),
+            *([milliseconds(row["bf16_ms"]) if "bf16_ms" in row else ""] if bf16 else []),
             milliseconds(row["gemm_ms"]),
             milliseconds(row["link_ms"]) + ("\\*" if link_is_modelled(row) else ""),
             speed(xla_over_ours(row)),
             *([speed(best_over_ours(row))] if peers else []),
+            *([speed(1 / row["ours_over_bf16"]) if "bf16_ms" in row else ""] if bf16 else []),
             f"{ours_over_gemm(row):.2f}",
             f"{bound_over_ours(row):.2f}",
         ]

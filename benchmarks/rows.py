@@ -21,6 +21,7 @@ SUITE_TITLES = {
     "small": "Few rows",
     "all_reduce": "All-reduce",
     "decode": "A decoder's few rows",
+    "fp8": "float8",
     "tiny": "Tiny shapes: a smoke test",
 }
 PEER_TITLES = {

@@ -22,18 +22,20 @@ class Shape:
     m: int
     n: int
     k: int
+    float8: bool = False  # operands; the result is bfloat16 anyway
 
     def __str__(self) -> str:
-        return f"{self.op} m={self.m} n={self.n} k={self.k}"
+        return f"{self.op} m={self.m} n={self.n} k={self.k}{' float8' if self.float8 else ''}"
 
-    def link_bytes(self, ranks: int, element_bytes: int = 2) -> int:
+    def link_bytes(self, ranks: int) -> int:
         """The fewest bytes that one rank must send: its chunk to every peer, or every peer's chunk of partial sums; to
         all-reduce, both."""
-        return self.chunk_bytes(ranks, element_bytes) * (ranks - 1)
+        return self.chunk_bytes(ranks) * (ranks - 1)
 
-    def chunk_bytes(self, ranks: int, element_bytes: int = 2) -> int:
-        """What one rank sends to one peer."""
+    def chunk_bytes(self, ranks: int) -> int:
+        """What one rank sends to one peer: x, or partial sums."""
         columns = self.k if self.op == ALL_GATHER else self.n
+        element_bytes = 1 if self.float8 and self.op == ALL_GATHER else 2
         return -(-self.m // ranks) * columns * element_bytes * (2 if self.op == ALL_REDUCE_OP else 1)
 
     def link_ms(self, ranks: int) -> float:
@@ -88,14 +90,26 @@ ALL_REDUCE: tuple[Shape, ...] = tuple(
     dataclasses.replace(shape, op=ALL_REDUCE_OP) for shape in TEN if shape.op == REDUCE_SCATTER
 )
 
+# Beside each of them the same in bfloat16 is timed.
+FLOAT8: tuple[Shape, ...] = (
+    Shape(ALL_GATHER, 8192, 4096, 7168, float8=True),
+    Shape(ALL_GATHER, 8192, 8192, 7168, float8=True),
+    Shape(ALL_GATHER, 4096, 4096, 4096, float8=True),
+    Shape(REDUCE_SCATTER, 8192, 8192, 3584, float8=True),
+    Shape(REDUCE_SCATTER, 8192, 8192, 7168, float8=True),
+    Shape(REDUCE_SCATTER, 4096, 8192, 2048, float8=True),
+)
+
 SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "ten": {"ten": TEN},
     "tp8": {"tp8": TP8},
     "small": {"small": SMALL},
     "all_reduce": {"all_reduce": ALL_REDUCE},
     "decode": {"decode": DECODE},
+    "fp8": {"fp8": FLOAT8},
     "all": {"ten": TEN, "tp8": TP8, "small": SMALL, "all_reduce": ALL_REDUCE, "decode": DECODE},
 }
 
 # The whole path in seconds on virtual CPU devices.
 TINY: tuple[Shape, ...] = tuple(Shape(op, 96, 40, 24) for op in (REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE_OP))
+TINY_FLOAT8: tuple[Shape, ...] = tuple(dataclasses.replace(shape, float8=True) for shape in TINY)

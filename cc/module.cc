@@ -69,8 +69,9 @@ bool cuda_built() {
 }
 
 nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-              uint32_t k, uint32_t missing, uint32_t out_bytes) {
-  Plan p = make_plan(op_of(op), target_of(target), geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing), out_bytes);
+              uint32_t k, uint32_t missing, uint32_t out_bytes, uint32_t in_bytes) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
+  Plan p = make_plan(op_of(op), target_of(target), g, out_bytes, in_bytes);
   nb::dict d;
   d["tile_m"] = p.tile_m;
   d["tile_n"] = p.tile_n;
@@ -84,8 +85,9 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
 }
 
 std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-                                    uint32_t k, uint32_t missing, uint32_t out_bytes, bool tiles_only) {
-  Prediction p = predict(op_of(op), geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing), out_bytes, tiles_only);
+                                    uint32_t k, uint32_t missing, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
+  Prediction p = predict(op_of(op), g, out_bytes, tiles_only, in_bytes);
   return {p.fused_us, p.xla_us};
 }
 
@@ -174,9 +176,9 @@ NB_MODULE(_core, m) {
   m.attr("SM90_TILES") = nb::tuple(tiles);
   m.attr("FEW_ROWS_MOST") = kFewRowsMost;
   m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "out_bytes"_a, "The default plan of an op on \"host\" or \"sm90\".");
+        "out_bytes"_a, "in_bytes"_a = 2, "The default plan of an op on \"host\" or \"sm90\".");
   m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "out_bytes"_a, "tiles_only"_a = false, "Predicted microseconds on sm_90, (fused, xla).");
+        "out_bytes"_a, "tiles_only"_a = false, "in_bytes"_a = 2, "Predicted microseconds on sm_90, (fused, xla).");
   m.def("tile_order", &tile_order, "op"_a, nb::kw_only(), "ranks"_a, "rank"_a, "batch"_a, "m_shard"_a, "n"_a, "tile_m"_a,
         "tile_n"_a, "raster"_a, "lead"_a, "The tiles in the order in which `rank` claims them, as (owner, row, column).");
   m.def("chunk_rows", &chunk_rows, "target"_a, nb::kw_only(), "ranks"_a, "rows"_a,

@@ -2,6 +2,7 @@
 
 from ._config import Config
 from ._explain import CollectiveMatmul, Explanation, explain
+from ._float8 import float8_all_gather_matmul, float8_matmul_all_reduce, float8_matmul_reduce_scatter
 from ._matmul import collective_matmul
 from ._ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ._trace import Trace, TracedCall, trace_tiles
@@ -15,6 +16,9 @@ __all__ = [
     "all_gather_matmul",
     "collective_matmul",
     "explain",
+    "float8_all_gather_matmul",
+    "float8_matmul_all_reduce",
+    "float8_matmul_reduce_scatter",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "trace_tiles",

@@ -21,8 +21,19 @@ def several(op: str, ws: Any) -> None:
         raise TypeError(f"entwine_jax.{op}: w={ws!r} is empty but must hold at least one matrix")
 
 
-def shapes(op: str, x: tuple[int, ...], w: tuple[int, ...], team: int, axis_name: tuple[str, ...]) -> None:
-    """x (..., rows, k), w (k, n); the rows that reduce-scatter divides must be a multiple of the team's size."""
+def several_scales(op: str, x: Any, given: Any) -> None:
+    if given is not None or getattr(x, "dtype", None) in FLOAT8:
+        raise TypeError(
+            f"entwine_jax.{op}: w is several matrices, which float8 operands and scales can't have; pass one with "
+            "return_gathered=True, and multiply what that has gathered by the others"
+        )
+
+
+def shapes(
+    op: str, x: tuple[int, ...], w: tuple[int, ...], team: int, axis_name: tuple[str, ...], base: str | None = None
+) -> None:
+    """x (..., rows, k), w (k, n); the rows that reduce-scatter divides must be a multiple of the team's size. `base` is
+    the op where users know it by another name."""
     if len(x) < 2:
         raise TypeError(
             f"entwine_jax.{op}: x has shape {x} but needs rows and a contraction, (..., rows, k); add a dimension"
@@ -37,7 +48,7 @@ def shapes(op: str, x: tuple[int, ...], w: tuple[int, ...], team: int, axis_name
             f"entwine_jax.{op}: the last dimension of x {x} has size {x[-1]} but the first of w {w} has size {w[0]}; "
             f"they are contracted and must be equal{hint}"
         )
-    if op == "matmul_reduce_scatter" and x[-2] % team:
+    if (base or op) == "matmul_reduce_scatter" and x[-2] % team:
         raise ValueError(
             f"entwine_jax.{op}: x {x} has {x[-2]} rows, which the {team} ranks of axis {axis(axis_name)} can't share "
             f"evenly; pad the rows to {math.ceil(x[-2] / team) * team}"
@@ -57,16 +68,102 @@ def types(op: str, x: Any, w: Any, preferred: Any, precision: Any) -> tuple[np.d
         raise TypeError(
             f"entwine_jax.{op}: x and w are both bool, which can't be summed; cast one of them to a number type"
         )
-    # jnp.matmul itself judges precision and preferred_element_type.
+    return operand, _result_type(op, operand, preferred, precision)
+
+
+def _result_type(op: str, operand: Any, preferred: Any, precision: Any) -> np.dtype[Any]:
+    """jnp.matmul itself judges precision and preferred_element_type."""
     one = jax.ShapeDtypeStruct((1, 1), operand)
     matmul = lambda a, b: jnp.matmul(a, b, precision=precision, preferred_element_type=preferred)  # noqa: E731
     try:
-        return operand, jax.eval_shape(matmul, one, one).dtype
+        made: np.dtype[Any] = jax.eval_shape(matmul, one, one).dtype
+        return made
     except (TypeError, ValueError, KeyError) as error:
         raise type(error)(
             f"entwine_jax.{op}: preferred_element_type={preferred!r} and precision={precision!r} "
             f"don't suit operands of {operand}: {error}"
         ) from error
+
+
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_FLOAT8_RESULTS = (jnp.bfloat16, jnp.float32)
+
+
+def scales(op: str, x: jax.Array, w: jax.Array, given: Any) -> tuple[jax.Array, jax.Array] | None:
+    """x's and w's, where they are float8; None where they aren't."""
+    if x.dtype not in FLOAT8 and w.dtype not in FLOAT8:
+        if given is not None:
+            raise TypeError(
+                f"entwine_jax.{op}: scales are for float8 operands, but x is {x.dtype} and w is {w.dtype}; leave "
+                "scales out, or quantise both: x / x_scale to float8_e4m3fn, w / w_scale likewise"
+            )
+        return None
+    if x.dtype not in FLOAT8 or w.dtype != jnp.float8_e4m3fn:
+        raise TypeError(
+            f"entwine_jax.{op}: x is {x.dtype} and w is {w.dtype}, but where one is float8, x must be float8_e4m3fn or "
+            "float8_e5m2 and w float8_e4m3fn; quantise the other one to that"
+        )
+    if given is None:
+        raise TypeError(
+            f"entwine_jax.{op}: x is {x.dtype} and w is {w.dtype}, which need scales=(x_scale, w_scale), float32 "
+            "scalars that x and w are multiplied by; scales=(jnp.float32(1), jnp.float32(1)) takes them as they are"
+        )
+    return pair(op, given)
+
+
+def pair(op: str, given: Any) -> tuple[jax.Array, jax.Array]:
+    """The scales of x and w."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise TypeError(f"entwine_jax.{op}: scales={given!r} must be a pair, (x_scale, w_scale)")
+    for i, value in enumerate(given):
+        if not isinstance(value, jax.Array | np.ndarray | np.float32):
+            raise TypeError(
+                f"entwine_jax.{op}: scales[{i}] must be a float32 array of shape (), not {type(value).__name__}; "
+                "wrap it in jnp.float32(...)"
+            )
+        if value.dtype != jnp.float32:
+            raise TypeError(f"entwine_jax.{op}: scales[{i}] is {value.dtype} but must be float32; cast it")
+        if value.shape != ():
+            raise TypeError(
+                f"entwine_jax.{op}: scales[{i}] has shape {value.shape} but must be one number for the whole array, of "
+                "shape (); reshape it, or quantise by one scale"
+            )
+    return jnp.asarray(given[0]), jnp.asarray(given[1])
+
+
+def float8_types(op: str, preferred: Any, precision: Any, operands: str) -> np.dtype[Any]:
+    """The result's dtype, which must be named for float8 operands."""
+    if preferred is None or jnp.dtype(preferred) not in _FLOAT8_RESULTS:
+        raise TypeError(
+            f"entwine_jax.{op}: preferred_element_type={preferred!r}, but the product of {operands} must be bfloat16 "
+            "or float32; pass preferred_element_type=jnp.bfloat16 or jnp.float32"
+        )
+    return _result_type(op, jnp.dtype(jnp.float8_e4m3fn), preferred, precision)
+
+
+def quantised_types(op: str, x: jax.Array, w: jax.Array, preferred: Any, precision: Any) -> np.dtype[Any]:
+    """The result's dtype where x and w will be quantised."""
+    for name, value in (("x", x), ("w", w)):
+        if value.dtype in FLOAT8:
+            raise TypeError(
+                f"entwine_jax.{op}: {name} is {value.dtype} already; use entwine_jax.{op.removeprefix('float8_')} with "
+                "scales="
+            )
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"entwine_jax.{op}: {name} is {value.dtype} but must be floating to be quantised; cast it")
+    if preferred is None and x.dtype == w.dtype and x.dtype in _FLOAT8_RESULTS:
+        preferred = x.dtype
+    return float8_types(op, preferred, precision, f"x {x.dtype} and w {w.dtype} in float8")
+
+
+def common_scale(op: str, scale: jax.Array, names: tuple[str, ...]) -> None:
+    """That the scale of what is gathered is the same on all ranks, as far as types tell."""
+    varying = jax.typeof(scale).manual_axis_type.varying & {*names}
+    if varying:
+        raise ValueError(
+            f"entwine_jax.{op}: scales[0] varies over axis {axis(names)}, over which x is gathered, but all of x must "
+            f"have one scale; quantise x by jax.lax.pmax(x_scale, {axis(names)})"
+        )
 
 
 def axis(names: tuple[str, ...]) -> str:

@@ -19,7 +19,17 @@ FEW_ROWS_MOST: int
 def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
 def cuda_built() -> bool: ...
 def make_plan(
-    op: str, target: str, *, ranks: int, batch: int, m_shard: int, n: int, k: int, missing: int = 0, out_bytes: int
+    op: str,
+    target: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    out_bytes: int,
+    in_bytes: int = 2,
 ) -> PlanDict: ...
 def predict(
     op: str,
@@ -32,6 +42,7 @@ def predict(
     missing: int = 0,
     out_bytes: int,
     tiles_only: bool = False,
+    in_bytes: int = 2,
 ) -> tuple[float, float]: ...
 def chunk_rows(target: str, *, ranks: int, rows: int) -> tuple[int, int]: ...
 def tile_order(

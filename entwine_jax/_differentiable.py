@@ -71,7 +71,7 @@ def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
 
 
 # The op that is dx of another.
-_OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
+OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 
 
 def _backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> Any:
@@ -96,13 +96,13 @@ def from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered:
     transpose, precision = not request.transpose_w, request.precision
     dx = dw = None
     if request.op == "matmul_all_reduce":
-        dy = _of_every_rank(dy, w if x is None else x, axis_name)
+        dy = of_every_rank(dy, w if x is None else x, axis_name)
         if w is not None:
             dx = _reference.matmul(dy, w, transpose_w=transpose, dtype=operand, precision=precision)
         if x is not None:
             dw = _reference.weight_gradient(x, dy, precision=precision)
     else:
-        to_dx = Request(_OTHER[request.op], request.team, transpose, operand, precision, request.settings)
+        to_dx = Request(OTHER[request.op], request.team, transpose, operand, precision, request.settings)
         if w is not None and x is not None:
             dx, dw = gradients(to_dx, dy, w, x)
         elif w is not None:
@@ -116,7 +116,7 @@ def from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered:
     return None if dx is None else dx.astype(dtype), None if dw is None else dw.astype(dtype)
 
 
-def _of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+def of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     """The cotangent of a sum over ranks, for each of them. This is psum's transpose: y is the same on all ranks, and if
     types know it (x varies, y doesn't), so is dy; if not, dy comes in shares that must be added."""
     if {*axis_name} <= jax.typeof(x).manual_axis_type.varying:
@@ -151,7 +151,8 @@ def gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tupl
 
 
 def operand_dtype(choice: Choice, dtype: Any, cotangent: Any) -> Any:
-    """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply bfloat16: a float32
-    cotangent is rounded for them. (float16 has not the range for that.)"""
+    """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply 16-bit numbers: a
+    float32 cotangent is rounded to bfloat16 for them. Not to float16, which has not the range that a gradient needs:
+    that product is one of float32."""
     rounds = dtype == jnp.bfloat16 and choice.strategy == "fused"
     return dtype if rounds else jnp.promote_types(cotangent, dtype)

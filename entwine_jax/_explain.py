@@ -29,7 +29,7 @@ class CollectiveMatmul:
     x: tuple[int, ...]
     w: tuple[int, ...]
     y: tuple[int, ...]
-    dtype: np.dtype[Any]  # of x and w
+    dtype: np.dtype[Any]  # of x, and of w but for w_dtype
     result_dtype: np.dtype[Any]
     transpose_w: bool  # w is used transposed, as the backward pass does
     axis_name: tuple[str, ...]
@@ -39,6 +39,7 @@ class CollectiveMatmul:
     plan: Plan | None  # of strategy "fused"
     arena_bytes: int  # peer memory that the call needs on each rank; calls of one team share it
     gathered: tuple[int, ...] | None = None  # of a gathered array that the call gives beside y, if it does
+    w_dtype: np.dtype[Any] | None = None  # of w where it isn't that of x: float8_e4m3fn beside float8_e5m2
 
 
 class Explanation(Sequence[CollectiveMatmul]):
@@ -112,6 +113,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
     if about is None:
         about = equation.params["request"], equation.params["choice"]
         x, w, *beside = (variable.aval for variable in equation.invars)
+        beside = beside[1:] if about[0].scaled else beside
     else:
         x, w, beside = equation.params["x"], equation.params["w"], []
     if isinstance(about, str):  # explicit shardings left it to XLA
@@ -133,6 +135,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
         plan=choice.plan,
         arena_bytes=_strategy.arena_bytes(request, choice.plan, x, w, z) if choice.plan else 0,
         gathered=gathered_type(request, z or x).shape if request.gathers else None,
+        w_dtype=None if w.dtype == x.dtype else w.dtype,
     )
 
 
@@ -189,7 +192,7 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     return (
         m.op,
         _array(m.dtype, m.x),
-        _array(m.dtype, m.w) + (".T" if m.transpose_w else ""),
+        _array(m.w_dtype or m.dtype, m.w) + (".T" if m.transpose_w else ""),
         _array(m.result_dtype, m.y),
         _array(m.dtype, m.gathered) if m.gathered else "",
         f"{','.join(map(str, m.axis_name))}:{m.team_size}" if m.axis_name else "",

@@ -66,13 +66,14 @@ def _vary_alone_backward(axis_name: tuple[str, ...], saved: None, dv: jax.Array)
 _vary_alone.defvjp(_vary_alone_forward, _vary_alone_backward)
 
 
-# Operands x, w and, if reduce-scatter gathers beside, z; results y and, if the request gathers, all of x or z.
+# Operands x, w, the scale of a scaled product and, if reduce-scatter gathers beside, z; results y and, if the request
+# gathers, all of x or z.
 collective_matmul_p = Primitive("collective_matmul")
 collective_matmul_p.multiple_results = True
 
 
-def _results(x: Any, w: Any, *z: Any, request: Request, choice: Choice) -> list[Any]:
-    y = _result(x, w, request)
+def _results(x: Any, w: Any, *more: Any, request: Request, choice: Choice) -> list[Any]:
+    y, z = _result(x, w, request), more[1:] if request.scaled else more
     return [y, gathered(request, *(z or (x,)))] if request.gathers else [y]
 
 
@@ -106,7 +107,8 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
     settings = request.settings
     numbers = {
         "team_size": request.team.size,
-        "transpose_w": int(request.transpose_w),
+        "transpose_w": int(request.transpose_w or request.scaled),
+        "scaled": int(request.scaled),
         "tile_m": plan.tile_m,
         "tile_n": plan.tile_n,
         "raster": plan.raster,
@@ -126,21 +128,22 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def _lower_for(target: str | None) -> Callable[..., Any]:
-    def lower(x: jax.Array, w: jax.Array, *z: jax.Array, request: Request, choice: Choice) -> Any:
+    def lower(x: jax.Array, w: jax.Array, *more: jax.Array, request: Request, choice: Choice) -> Any:
         team, plan = request.team, choice.plan
         if plan is None or plan.target != target:
             raise NotImplementedError(
                 f"entwine_jax.{request.op}: strategy='fused' was traced for {team.platform} devices and can't be "
                 "lowered for another platform; trace it on that platform, or use strategy='xla'"
             )
-        operands = [x, w]
+        results = _results(*map(jax.typeof, (x, w, *more)), request=request, choice=choice)
+        # The tensor cores take float8 operands that are contiguous in k alone.
+        operands = [x, w.T if request.scaled and not request.transpose_w else w]
         if target == "host":
             # A GPU learns its place from the communicator; a virtual CPU device is told the index of its team and its
             # rank there.
             index = lax.axis_index(team.other_axes) if team.other_axes else 0
             operands.append(jnp.stack([jnp.int32(index), lax.axis_index(team.axis_name)]))
-        results = _results(*map(jax.typeof, (x, w, *z)), request=request, choice=choice)
-        return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *z, **_attributes(request, plan))
+        return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *more, **_attributes(request, plan))
 
     return lower
 
@@ -157,13 +160,16 @@ _REFERENCE = {
 }
 
 
-def on_xla(request: Request, choice: Choice, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def on_xla(
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array, scale: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """The product in lax, with JAX's own derivatives and batching; and all of all-gather's x if the request gathers."""
     team, dtype, whole = request.team, request.dtype, None
     if team.platform == "cpu" and team.loose_axes and dtype in (jnp.bfloat16, jnp.float16):
         # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
         dtype = np.dtype(np.float32)
     options: dict[str, Any] = {"transpose_w": request.transpose_w, "dtype": dtype, "precision": request.precision}
+    options["scale"] = scale
     if request.gathers:
         whole = _reference.named(x if team.size == 1 else _reference.gather(x, team.axis_name))
         y = _reference.matmul(whole, w, **options)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _config, _lowering, _ops, _placed, _products, _selection, _spread
 from ._config import Config
-from ._ops import AxisName
+from ._ops import AxisName, Scales
 from ._placed import Place
 from ._spread import Call
 
@@ -27,6 +27,7 @@ def collective_matmul(
     out_sharding: OutSharding = None,
     bias: ArrayLike | None = None,
     residuals: str = "regather",
+    scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -70,7 +71,10 @@ def collective_matmul(
         ``"entwine_gathered"``, rather than gather it again. Products whose shardings select another op, or a plain dot,
         keep x as ever. Inside ``jax.shard_map``, where ``out_sharding`` alone names the op, ``"save"`` is an error for
         one that gathers nothing.
+      scales: of float8 operands, as in `all_gather_matmul`: ``y = (x @ w) * (x_scale * w_scale)``, the scales being the
+        same everywhere. No gradients.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
+        float8 operands need it, bfloat16 or float32.
       precision: as in ``jnp.matmul``.
       strategy: as in `all_gather_matmul`.
       config: overrides for the fused schedule.
@@ -90,10 +94,14 @@ def collective_matmul(
     x, w = _checks.arrays(OP, x, w)
     settings = _config.resolve(OP, strategy, config)
     _checks.shapes(OP, x.shape, w.shape, 1, ())
-    operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
+    pair = _checks.scales(OP, x, w, scales)
+    if pair is None:
+        operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
+        x, w = x.astype(operand), w.astype(operand)
+    else:
+        dtype = _checks.float8_types(OP, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
     names = _checks.team(OP, axis_name)
     spec = _checks.spec(OP, out_sharding, x.ndim)
-    x, w = x.astype(operand), w.astype(operand)
     saves = _config.saves(OP, residuals)
     call = Call("y", dtype, precision, settings, names, saves)
 
@@ -101,7 +109,8 @@ def collective_matmul(
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
         op = _checks.op_inside(OP, names, spec, saves)
-        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config, saves=saves)[0]
+        options: Any = {"saves": saves, "scales": pair}
+        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config, **options)[0]
     elif manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
@@ -110,27 +119,30 @@ def collective_matmul(
             + ("" if names is None else f" (axis_name={_checks.axis(names)} is none of them)")
         )
     else:
-        y = _global(call, x, w, out_sharding, spec)
+        operands = (x, w) if pair is None else (x, w, pair[0] * pair[1])
+        y = _global(call, operands, out_sharding, spec)
     return y if bias is None else _biased(y, bias, w.shape[1])
 
 
-def _global(call: Call, x: jax.Array, w: jax.Array, out_sharding: OutSharding, spec: PartitionSpec | None) -> jax.Array:
-    """x and w are whole, along the axes that aren't manual at least."""
-    mesh = _mesh(x, w)
+def _global(
+    call: Call, operands: tuple[jax.Array, ...], out_sharding: OutSharding, spec: PartitionSpec | None
+) -> jax.Array:
+    """x and w are whole, along the axes that aren't manual at least; a third operand is their scale."""
+    mesh = _mesh(*operands[:2])
     _checks.axes_of_mesh(OP, mesh, call.axis_name, spec)
     if spec is not None and isinstance(out_sharding, PartitionSpec) and not mesh.empty:
         out_sharding = NamedSharding(mesh, spec)  # so that no mesh needs to be set
     if {*mesh.explicit_axes}:
-        return _explicit(call, mesh, x, w, out_sharding, spec)
+        return _explicit(call, mesh, operands, out_sharding, spec)
     if mesh.manual_axes:
-        return _partial(call, mesh, x, w, spec)
-    y: jax.Array = _automatic(call, out_sharding, x, w)
+        return _partial(call, mesh, operands, spec)
+    y: jax.Array = _automatic(call, out_sharding, *operands)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    y: jax.Array = _products.product(call, None, x, w)
+def _automatic(call: Call, out_sharding: Any, *operands: jax.Array) -> jax.Array:
+    y: jax.Array = _product(call, None, *operands)
     if out_sharding is None:
         return y
     try:
@@ -143,7 +155,11 @@ def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax
     return y
 
 
-def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> jax.Array:
+def _product(call: Call, place: Place | None, *operands: jax.Array) -> Any:
+    return (_products.product if len(operands) == 2 else _products.scaled)(call, place, *operands)
+
+
+def _partial(call: Call, mesh: Any, operands: tuple[jax.Array, ...], spec: Any) -> jax.Array:
     """Inside a shard_map over other axes: the team's own is automatic, and no one says where x and w lie."""
     team = call.axis_name
     if team is None or spec is None:
@@ -157,6 +173,7 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
                 f"entwine_jax.{OP}: axis_name={_checks.axis(team)} is manual here in part, {name!r} is: "
                 "make all of it manual in jax.shard_map's axis_names, or none"
             )
+    x, w, *scale = operands
     op, rows, none = _checks.op_inside(OP, team, spec, call.saves), PartitionSpec, [None] * (x.ndim - 2)
     specs = {
         "all_gather_matmul": (rows(*none, team, None), rows(None, team), rows(*none, None, team)),
@@ -165,16 +182,17 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
     }[op]
     place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
     x, w = _lowering.vary(x, w, ())
-    y: jax.Array = _placed_product(call, place, x, w)
+    y: jax.Array = _placed_product(call, place, x, w, *scale)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _placed_product(call: Call, place: Place, x: jax.Array, w: jax.Array) -> Any:
-    return _products.product(call, place, x, w)
+def _placed_product(call: Call, place: Place, *operands: jax.Array) -> Any:
+    return _product(call, place, *operands)
 
 
-def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: Any, spec: Any) -> jax.Array:
+def _explicit(call: Call, mesh: Any, operands: tuple[jax.Array, ...], out_sharding: Any, spec: Any) -> jax.Array:
+    x, w, *scale = operands
     axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     given = {"x": jax.typeof(x).sharding.spec, "w": jax.typeof(w).sharding.spec}
@@ -196,16 +214,27 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
     place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
     found = _placed.layout(call, place, x, w)
     if found.op != "dot":
-        y: jax.Array = _placed_product(call, place, x, w)
+        y: jax.Array = _placed_product(call, place, x, w, *scale)
         return y
     _spread.check(call, found)
     try:
-        y = jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
+        if scale:
+            y = _scaled_dot(call, x, w, scale[0], out_sharding)
+        else:
+            y = jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError":  # it isn't public
             raise
         raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
     return _lowering.note(y, jax.typeof(x), jax.typeof(w), found.reason)
+
+
+def _scaled_dot(call: Call, x: jax.Array, w: jax.Array, scale: jax.Array, out_sharding: Any) -> jax.Array:
+    """A plain dot of float8, which jnp.matmul would want to be of one type."""
+    contracted = (((x.ndim - 1,), (0,)), ((), ()))
+    dtypes = {"precision": call.precision, "preferred_element_type": jnp.float32}
+    y = lax.dot_general(x, w, contracted, **dtypes, out_sharding=out_sharding)
+    return (y * scale).astype(call.dtype)
 
 
 def _mesh(x: jax.Array, w: jax.Array) -> Any:

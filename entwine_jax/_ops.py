@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _of_rows, _team
+from . import _checks, _config, _lowering, _of_rows, _scaled, _team
 from ._config import Config
 from ._differentiable import flat, run
 from ._strategy import Request
 
 AxisName = str | Sequence[str]
+Scales = tuple[ArrayLike, ArrayLike]
 
 
 @overload
@@ -23,6 +24,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[False] = False,
     residuals: str = ...,
+    scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
     strategy: str | None = ...,
@@ -36,6 +38,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[True],
     residuals: str = ...,
+    scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
     strategy: str | None = ...,
@@ -49,6 +52,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[False] = False,
     residuals: str = ...,
+    scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
     strategy: str | None = ...,
@@ -62,6 +66,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[True],
     residuals: str = ...,
+    scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
     strategy: str | None = ...,
@@ -74,6 +79,7 @@ def all_gather_matmul(
     *,
     return_gathered: bool = False,
     residuals: str = "regather",
+    scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -114,7 +120,11 @@ def all_gather_matmul(
         gradient, as in a first layer). It is named ``"entwine_gathered"`` for policies of ``jax.checkpoint``, as what
         is gathered on XLA always is. With ``return_gathered=True`` or several weights the gathered x is there anyway,
         and kept.
+      scales: of float8 operands, which must have them: (x_scale, w_scale), float32 scalars that x and w are multiplied
+        by, so that ``y = (all_gather(x) @ w) * (x_scale * w_scale)``. x_scale must be the same on all ranks of the
+        axis. See *float8* below.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
+        float8 operands need it, bfloat16 or float32.
       precision: as in ``jnp.matmul``.
       strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
         lax line above) or ``"auto"`` (fused where it can run on GPUs and is predicted to win, else xla; `explain` says
@@ -125,15 +135,23 @@ def all_gather_matmul(
       y, a tuple of one y for each of several weights; or ``(y, all_gather(x))``. Products are summed in float32 under
       ``"fused"`` and rounded to y's dtype once.
 
-    With ``"fused"`` on GPUs, operands are bfloat16, the result bfloat16 or float32, and row lengths (k, n) a multiple
-    of 16 bytes; on CPU devices operands are bfloat16, float16 or float32, the result the same or float32. In the
-    backward pass of bfloat16 operands a float32 ``dy`` is rounded to bfloat16 first. Each team keeps peer-mapped memory
-    for all its calls: twice ``(t - 1)`` chunks of ``x`` for the largest call, plus one word a row block; `explain`
-    tells the bytes.
+    With ``"fused"`` on GPUs, operands are bfloat16 or float16, the result the same or float32, and row lengths (k, n) a
+    multiple of 16 bytes; on CPU devices operands may be float32, too. In the backward pass of bfloat16 operands a
+    float32 ``dy`` is rounded to bfloat16 first; of float16 operands it isn't, since float16 has not the range for that,
+    and the product is one of float32, which on GPUs is XLA's. Each team keeps peer-mapped memory for all its calls:
+    twice ``(t - 1)`` chunks of ``x`` for the largest call, plus one word a row block; `explain` tells the bytes.
+
+    *float8*: x is float8_e4m3fn or float8_e5m2, w float8_e4m3fn. Sums are multiplied by ``x_scale * w_scale``, in
+    float32, before they are rounded or travel. The tensor cores take such operands only if they are contiguous in k: a
+    ``w`` of (k, n) is transposed by XLA first, a copy that `explain` names, and none if ``w`` is itself a transpose of
+    an (n, k) array. There is no gradient, which would be float8 as well: `float8_all_gather_matmul` has one.
 
     Raises:
-      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
-      ValueError: the axis isn't a manual axis of the mesh; unknown residuals, strategy, precision or setting.
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; scales that are
+        missing, of another form than a pair of float32 scalars, or of operands that aren't float8; a gradient of
+        float8 operands is asked for.
+      ValueError: the axis isn't a manual axis of the mesh; unknown residuals, strategy, precision or setting;
+        an x_scale that varies over the axis.
       NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
@@ -141,6 +159,7 @@ def all_gather_matmul(
     op = "all_gather_matmul"
     saves = _config.saves(op, residuals)
     if isinstance(w, tuple | list):
+        _checks.several_scales(op, x, scales)
         ys, rows = _several(x, w, axis_name, preferred_element_type, precision, strategy, config)
         return (ys, rows) if return_gathered else ys
     y, gathered = on_ranks(
@@ -154,6 +173,7 @@ def all_gather_matmul(
         config,
         bool(return_gathered),
         saves,
+        scales,
     )
     return y if gathered is None else (y, gathered)
 
@@ -163,6 +183,7 @@ def matmul_reduce_scatter(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -191,6 +212,7 @@ def matmul_reduce_scatter(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      scales: as in `all_gather_matmul`; they may differ from rank to rank.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:
@@ -208,7 +230,7 @@ def matmul_reduce_scatter(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_reduce_scatter"
-    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config)[0]
+    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config, scales=scales)[0]
 
 
 def matmul_all_reduce(
@@ -216,6 +238,7 @@ def matmul_all_reduce(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -247,6 +270,7 @@ def matmul_all_reduce(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      scales: as in `all_gather_matmul`; they may differ from rank to rank.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:
@@ -265,7 +289,7 @@ def matmul_all_reduce(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_all_reduce"
-    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config)[0]
+    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config, scales=scales)[0]
 
 
 def on_ranks(
@@ -279,6 +303,7 @@ def on_ranks(
     config: Config | None,
     gathers: bool = False,
     saves: bool = False,
+    scales: Scales | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """An op by its name, inside a manual shard_map.
 
@@ -288,11 +313,19 @@ def on_ranks(
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
     _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
-    operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
-    request = Request(op, team, False, dtype, precision, settings, gathers, saves)
-    x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
-    leading = x.shape[:-2]
-    y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in run(request, flat(x), w))
+    leading, pair = x.shape[:-2], _checks.scales(op, x, w, scales)
+    if pair is None:
+        operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
+        request = Request(op, team, False, dtype, precision, settings, gathers, saves)
+        x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
+        results = run(request, flat(x), w)
+    else:
+        if op == "all_gather_matmul":
+            _checks.common_scale(op, pair[0], team.axis_name)
+        dtype = _checks.float8_types(op, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
+        request = Request(op, team, False, dtype, precision, settings, gathers, scaled=True)
+        results = _scaled.run(request, *_scaled.varied(team.axis_name, flat(x), w, pair[0] * pair[1]))
+    y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in results)
     assert y is not None
     return y, gathered
 

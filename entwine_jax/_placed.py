@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import _lowering, _selection, _spread, _team
+from . import _lowering, _scaled, _selection, _spread, _team
 from ._selection import OPERANDS, Layout
 from ._spread import Call
 
@@ -60,6 +60,28 @@ def product(call: Call, place: Place, a: jax.Array, b: jax.Array, rows: jax.Arra
         rank, mesh=place.mesh, in_specs=(*specs,), out_specs=_partition_spec(made.result), axis_names={*place.axes}
     )(a, b)
     return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
+
+
+def scaled(call: Call, place: Place, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+    """y = (x @ w) * scale of float8."""
+    made = layout(call, place, x, w)
+    specs = [_partition_spec(spec) for spec in made.operands]
+    if place.explicit:
+        x, w = (_move(place, v, spec) for v, spec in zip((x, w), specs, strict=True))
+
+    def rank(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        x, w, scale = _scaled.varied(made.team, x, w, scale)
+        team = _team.resolve("collective_matmul", made.team) if made.team else None
+        return _spread.one_rank_scaled(call, made, team)(x, w, scale)
+
+    y: jax.Array = jax.shard_map(
+        rank,
+        mesh=place.mesh,
+        in_specs=(*specs, PartitionSpec()),
+        out_specs=_partition_spec(made.result),
+        axis_names={*place.axes},
+    )(x, w, scale)
+    return _move(place, y, dict(place.specs)["y"]) if place.explicit else y
 
 
 def saving(call: Call, place: Place, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _partitioned_pairs, _partitioning, _placed, _reference
+from . import _partitioned_pairs, _partitioned_scaled, _partitioning, _placed, _reference, _scaled
 from ._placed import Place
 from ._selection import OPERANDS
 from ._spread import Call
@@ -57,6 +57,17 @@ def _forward_saving(call: Call, place: Place | None, x: Any, w: Any) -> Any:
     rows = lax.stop_gradient(rows)
     kept = _reference.named(rows) if rows.size else rows
     return (y, rows), (x.value, w.value, _wanted(x, w), kept)
+
+
+def _primal_scaled(call: Call, place: Place | None, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+    """y = (x @ w) * scale of float8, which has no gradient."""
+    if place is None:
+        return _partitioned_scaled.product(call, x, w, scale)
+    return _placed.scaled(call, place, x, w, scale)
+
+
+scaled: Any = jax.custom_vjp(_primal_scaled, nondiff_argnums=(0, 1))
+scaled.defvjp(*[lambda *_: _scaled.no_gradient("collective_matmul")] * 2)
 
 
 def _wanted(a: Any, b: Any) -> tuple[jax.Array, ...]:

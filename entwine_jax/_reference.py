@@ -13,32 +13,32 @@ GATHERED = "entwine_gathered"
 AxisNames = tuple[str, ...]
 
 
-def matmul(x: jax.Array, w: jax.Array, *, transpose_w: bool, dtype: Any, precision: Any) -> jax.Array:
-    """x (batch, rows, k) times w (k, n), or (n, k) transposed."""
+def matmul(
+    x: jax.Array, w: jax.Array, *, transpose_w: bool, dtype: Any, precision: Any, scale: jax.Array | None = None
+) -> jax.Array:
+    """x (batch, rows, k) times w (k, n), or (n, k) transposed; times `scale`, in float32, if they are float8."""
     contracted = (((2,), (1 if transpose_w else 0,)), ((), ()))
-    return lax.dot_general(x, w, contracted, precision=precision, preferred_element_type=dtype)
+    if scale is None:
+        return lax.dot_general(x, w, contracted, precision=precision, preferred_element_type=dtype)
+    y = lax.dot_general(x, w, contracted, precision=precision, preferred_element_type=jnp.float32)
+    return (y * scale).astype(dtype)
 
 
-def all_gather_matmul(
-    x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
-) -> jax.Array:
-    return matmul(named(gather(x, axis_name)), w, transpose_w=transpose_w, dtype=dtype, precision=precision)
+def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
+    """`options` are those of `matmul`."""
+    return matmul(named(gather(x, axis_name)), w, **options)
 
 
-def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
-) -> jax.Array:
-    partial = matmul(x, w, transpose_w=transpose_w, dtype=dtype, precision=precision)
+def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
+    partial = matmul(x, w, **options)
     if partial.size == 0:
         return partial.reshape(partial.shape[0], partial.shape[1] // lax.axis_size(axis_name), partial.shape[2])
     scattered: jax.Array = lax.psum_scatter(partial, axis_name, scatter_dimension=1, tiled=True)
     return scattered
 
 
-def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, axis_name: AxisNames, *, transpose_w: bool, dtype: Any, precision: Any
-) -> jax.Array:
-    summed: jax.Array = lax.psum(matmul(x, w, transpose_w=transpose_w, dtype=dtype, precision=precision), axis_name)
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
+    summed: jax.Array = lax.psum(matmul(x, w, **options), axis_name)
     return summed
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from . import _differentiable, _reference, _strategy
+from . import _differentiable, _reference, _scaled, _strategy
 from ._config import Settings
 from ._differentiable import flat, operand_dtype
 from ._strategy import Request
@@ -35,6 +35,15 @@ def product(
     y, rows = _differentiable.run(request, a, b)
     y = y.reshape(*leading, *y.shape[1:]).astype(dtype)
     return y, None if rows is None else rows.reshape(*leading, *rows.shape[1:])
+
+
+def scaled(
+    op: str, team: Team, a: jax.Array, b: jax.Array, scale: jax.Array, dtype: Any, precision: Any, settings: Settings
+) -> jax.Array:
+    """An op of float8 a and b, times `scale`."""
+    request = Request(op, team, False, dtype, precision, settings, scaled=True)
+    y, _ = _scaled.run(request, flat(a), b, scale)
+    return y.reshape(*a.shape[:-2], *y.shape[1:])
 
 
 def gradients(

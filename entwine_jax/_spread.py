@@ -42,7 +42,7 @@ def whole(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
     if call.product == "w":
         return _reference.weight_gradient(a, b, precision=call.precision).astype(call.dtype)
     contracted = (((a.ndim - 1,), (0 if call.product == "y" else 1,)), ((), ()))
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype and b.dtype != jnp.float8_e4m3fn:
         operand = jnp.promote_types(a.dtype, b.dtype)
         a, b = a.astype(operand), b.astype(operand)
     return lax.dot_general(a, b, contracted, precision=call.precision, preferred_element_type=call.dtype)
@@ -62,6 +62,28 @@ def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Arr
         return lax.psum(y, layout.summed) if layout.summed else y
 
     return dot
+
+
+def whole_scaled(call: Call, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+    """y = (x @ w) * scale of float8, as one dot."""
+    y = whole(dataclasses.replace(call, dtype=np.dtype(np.float32)), x, w)
+    return (y * scale).astype(call.dtype)
+
+
+def one_rank_scaled(
+    call: Call, layout: Layout, team: Team | None
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """The work of one rank on its shards of float8, and the scale of their product."""
+    check(call, layout)
+
+    def work(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        if layout.op != "dot":
+            assert team is not None
+            return _shards.scaled(layout.op, team, x, w, scale, call.dtype, call.precision, call.settings)
+        y = whole_scaled(call, x, w, scale)
+        return lax.psum(y, layout.summed) if layout.summed else y
+
+    return work
 
 
 def one_rank_saving(

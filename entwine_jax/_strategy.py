@@ -34,6 +34,7 @@ class Request:
     settings: Settings
     gathers: bool = False  # also returns a gathered array: all of x, or reduce-scatter's third operand
     saves: bool = False  # all-gather keeps the gathered x for its weight gradient
+    scaled: bool = False  # float8 operands, and the scale of their product for another one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +99,16 @@ def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
     problem = problem or (span_obstacle() if wanted == "auto" and team.platform == "cuda" else None)
     if problem is not None:
         return Choice("xla", problem)
+    copy = ""
+    if request.scaled and not request.transpose_w:
+        copy = f"; w is transposed first, a copy of {w.size} bytes unless it is a transpose itself"
     if wanted == "fused":
-        return Choice("fused", "asked for", plan(request, x, w))
+        return Choice("fused", f"asked for{copy}", plan(request, x, w))
     fused_us, xla_us = predict(request, x, w)
     reason = f"predicted {fused_us:.0f} us fused, {xla_us:.0f} us on XLA"
-    return Choice("fused", reason, plan(request, x, w)) if fused_us * _MARGIN <= xla_us else Choice("xla", reason)
+    if fused_us * _MARGIN > xla_us:
+        return Choice("xla", reason)
+    return Choice("fused", reason + copy, plan(request, x, w))
 
 
 def obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
@@ -132,11 +138,11 @@ def _names_algorithm(precision: Any) -> bool:
 def _cpu_obstacle(request: Request, x: jax.Array) -> str | None:
     if jax.process_count() > 1:
         return f"the host executor works within one process, not across the {jax.process_count()} of jax.distributed"
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if not request.scaled and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"the host executor takes bfloat16, float16 and float32 operands, not {x.dtype}"
     if request.settings.config.few_rows:
         return "the host executor knows tiles only, not config's few_rows=True"
-    if request.dtype not in (x.dtype, jnp.float32):
+    if not request.scaled and request.dtype not in (x.dtype, jnp.float32):
         return f"the host executor returns {x.dtype} or float32 here, not {request.dtype}"
     return None
 
@@ -144,25 +150,43 @@ def _cpu_obstacle(request: Request, x: jax.Array) -> str | None:
 def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     if not _core.cuda_built():
         return "entwine_jax was built without CUDA (reinstall it where nvcc is to be found)"
-    if x.dtype != jnp.bfloat16:
-        return f"the sm_90 kernels take bfloat16 operands, not {x.dtype}"
-    if request.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"the sm_90 kernels return bfloat16 or float32, not {request.dtype}"
+    if not request.scaled and x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the sm_90 kernels take bfloat16 and float16 operands, not {x.dtype}"
+    if not request.scaled and request.dtype not in (x.dtype, jnp.float32):
+        return f"the sm_90 kernels return {x.dtype} or float32 here, not {request.dtype}"
+    if request.scaled and _is_precise(request.precision):
+        return (
+            f"precision={request.precision} asks for more than the tensor cores' sums of float8 products have, which "
+            "are cut to some 14 bits"
+        )
     shape = sizes(request, x.shape, w.shape)
-    rows = (("x", shape.k, x.dtype), ("w", w.shape[1], w.dtype), ("the result", shape.n, request.dtype))
+    w_columns = shape.k if request.scaled else w.shape[1]  # float8 are transposed if they must be
+    rows = (("x", shape.k, x.dtype), ("w", w_columns, w.dtype), ("the result", shape.n, request.dtype))
     for name, columns, dtype in rows:
         if columns * dtype.itemsize % _PITCH_BYTES:
             return (
                 f"a row of {name} is {columns} x {dtype.itemsize} = {columns * dtype.itemsize} bytes, "
-                f"not a multiple of {_PITCH_BYTES} (pad to {-(-columns // 8) * 8} columns)"
+                f"not a multiple of {_PITCH_BYTES} (pad to {_padded(columns, _PITCH_BYTES // dtype.itemsize)} columns)"
             )
     config = request.settings.config
     tile = (config.tile_m, config.tile_n)
     if tile not in ((None, None), *_core.SM90_TILES):
         return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_core.SM90_TILES}"
+    if config.few_rows and request.scaled:
+        return "config's few_rows=True is for 16-bit operands"
     if config.few_rows and _rows(request, shape) > _core.FEW_ROWS_MOST:
         return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {_rows(request, shape)}"
     return peer_obstacle()
+
+
+def _padded(columns: int, multiple: int) -> int:
+    return -(-columns // multiple) * multiple
+
+
+def _is_precise(precision: Any) -> bool:
+    """Whether any operand's precision is more than the default."""
+    each = precision if isinstance(precision, tuple | list) else (precision,)
+    return any(p is not None and lax.Precision(p) != lax.Precision.DEFAULT for p in each)
 
 
 def _rows(request: Request, shape: Sizes) -> int:
@@ -194,7 +218,13 @@ def span_obstacle() -> str | None:
 
 def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
     target, config = _TARGETS[request.team.platform], request.settings.config
-    made = _core.make_plan(request.op, target, **_geometry(request, x, w), out_bytes=request.dtype.itemsize)
+    made = _core.make_plan(
+        request.op,
+        target,
+        **_geometry(request, x, w),
+        out_bytes=request.dtype.itemsize,
+        in_bytes=_in_bytes(request),
+    )
 
     def pick(override: int | None, planned: int) -> int:
         return planned if override is None else override
@@ -213,19 +243,28 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
 
 
 def _wants_tiles(request: Request) -> bool:
-    """Whether a call can't be for the kernels for few rows: these gather nothing for others, and who sets a number of
-    the tiles' schedule means tiles."""
+    """Whether a call can't be for the kernels for few rows: these gather nothing for others and take 16-bit operands,
+    and who sets a number of the tiles' schedule means tiles."""
     config = request.settings.config
     numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
     meant = config.few_rows is None and any(value is not None for value in numbers)
-    return request.gathers or config.few_rows is False or meant
+    return request.gathers or request.scaled or config.few_rows is False or meant
 
 
 def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]:
     """What a call on GPUs should take, fused and on XLA, in microseconds: cc/schedule/cost.h."""
     return _core.predict(
-        request.op, **_geometry(request, x, w), out_bytes=request.dtype.itemsize, tiles_only=_wants_tiles(request)
+        request.op,
+        **_geometry(request, x, w),
+        out_bytes=request.dtype.itemsize,
+        tiles_only=_wants_tiles(request),
+        in_bytes=_in_bytes(request),
     )
+
+
+def _in_bytes(request: Request) -> int:
+    """Of an operand's element, for the cost model."""
+    return 1 if request.scaled else 2
 
 
 def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array, z: jax.Array | None = None) -> int:

@@ -136,7 +136,7 @@ def trace_tiles(fn: Callable[..., Any], *args: Any, megabytes: int = 256) -> Tra
       fn: a function that JAX can jit and that calls ops of this library with strategy "fused".
       *args: its arguments, arrays already where they belong.
       megabytes: pinned host memory for the notes, kept by the process: some 5 a call and rank for a thousand tiles.
-        Calls that find no room aren't traced, nor are calls with small tiles.
+        Calls that find no room aren't traced, nor are calls with small tiles or operands other than bfloat16.
 
     Returns:
       A `Trace`. In a program of several processes, that of this process's ranks.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
 # Behind everything else: the package under test is the installed one.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -84,6 +85,20 @@ def test_tiny_run(tmp_path, capfd):
     assert "torch: ended with status 1" in notes
     assert "geomean" in capfd.readouterr().err
     assert "GEMM alone" in report.report(results) and "### Under" in report.suites(results)
+
+
+def test_tiny_float8(tmp_path, capfd):
+    """Ours in bfloat16 beside it, and a column for it in the report."""
+    out = tmp_path / "tiny.json"
+    collective_matmul.main(["--out", str(out), "--tiny", "--platform", "cpu", "--suite", "fp8", "--peers", "xla"])
+    results = json.loads(out.read_text())
+    assert [row["op"] for row in results["rows"]] == [shape.op for shape in shapes.TINY_FLOAT8]
+    for row in results["rows"]:
+        assert set(row) == {*ROW, "bf16_ms", "ours_over_bf16"}
+        assert row["dtype"] == "float8_e4m3fn" and row["chosen"] == "fused" and row["bf16_ms"] > 0
+    assert "bf16/ours" in capfd.readouterr().err
+    text = report.report(results)
+    assert "float8_e4m3fn, milliseconds" in text and "| ours in bfloat16 |" in text and "| bfloat16 / float8 |" in text
 
 
 def test_rows_that_do_not_divide_are_noted(tmp_path, monkeypatch):
@@ -256,6 +271,18 @@ def test_ten_shapes():
     # The design's own numbers for two GPUs.
     wanted = [0.174, 0.087, 0.523, 0.174, 0.044, 0.152, 0.044, 0.523, 0.044, 0.038]
     assert by_time == pytest.approx(wanted, abs=6e-4)
+
+
+def test_float8_shapes():
+    for shape in shapes.FLOAT8:
+        assert shape.n % 8 == shape.k % 16 == 0
+        wide = dataclasses.replace(shape, float8=False)
+        # Rows of x have half the bytes, partial sums as many.
+        share = 0.5 if shape.op == shapes.ALL_GATHER else 1
+        assert shape.link_bytes(2) == share * wide.link_bytes(2)
+        layout, same = chains.collective_layout(shape, 2), chains.collective_layout(wide, 2)
+        assert (layout.w_shape, layout.w_spec) == (same.w_shape[::-1], PartitionSpec(*same.w_spec[::-1]))
+        assert (layout.x_shape, layout.y_spec) == (same.x_shape, same.y_spec)
 
 
 def test_report_of_an_old_file():

@@ -29,13 +29,18 @@ def choose(
     k=256,
     config=None,
     gathers=False,
+    scaled=False,
+    transpose_w=False,
+    precision=None,
     **team,
 ):
     settings = _config.resolve(op, strategy, config)
     fields = {"axis_name": ("t",), "size": 4, "groups": (0, 1, 2, 3), "other_axes": (), "loose_axes": ()}
     whole = _team.Team(**{**fields, "platform": "cuda", **team})
-    request = _strategy.Request(op, whole, False, jnp.dtype(result or dtype), None, settings, gathers)
-    x, w = jax.ShapeDtypeStruct((1, m, k), dtype), jax.ShapeDtypeStruct((k, n), dtype)
+    made = jnp.dtype(result or dtype)
+    request = _strategy.Request(op, whole, transpose_w, made, precision, settings, gathers, scaled=scaled)
+    w_shape = (n, k) if transpose_w else (k, n)
+    x, w = jax.ShapeDtypeStruct((1, m, k), dtype), jax.ShapeDtypeStruct(w_shape, dtype)
     return _strategy.choose(request, x, w)
 
 
@@ -124,20 +129,22 @@ def test_all_reduce_predictions():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_fused(op):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_fused(op, dtype):
     for options in ({}, {"result": jnp.float32}, {"n": 8, "k": 8, "m": 4}, {"size": 2}, {"strategy": "fused"}):
-        choice = choose(op, **options)
+        choice = choose(op, dtype=dtype, **options)
         assert choice.strategy == "fused" and choice.plan.target == "sm90", choice
+        assert choice == choose(op, **options), "one schedule for either type"
     assert choose(op, config=entwine_jax.Config(lead=7, transport="push")).plan.lead == 7
 
 
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"dtype": jnp.float32}, "take bfloat16 operands, not float32"),
-        ({"dtype": jnp.float16}, "take bfloat16 operands, not float16"),
+        ({"dtype": jnp.float32}, "take bfloat16 and float16 operands, not float32"),
         ({"dtype": jnp.int8}, "not int8"),
-        ({"result": jnp.float16}, "return bfloat16 or float32, not float16"),
+        ({"result": jnp.float16}, "return bfloat16 or float32 here, not float16"),
+        ({"dtype": jnp.float16, "result": jnp.bfloat16}, "return float16 or float32 here, not bfloat16"),
         ({"n": 129}, r"a row of w is 129 x 2 = 258 bytes, not a multiple of 16 \(pad to 136 columns\)"),
         ({"k": 100}, r"a row of x is 100 x 2 = 200 bytes"),
         ({"size": 16, "groups": tuple(range(16))}, "at most 8 ranks, not 16"),
@@ -153,6 +160,48 @@ def test_not_fused(options, reason):
     with pytest.raises(NotImplementedError, match=f"all_gather_matmul: strategy='fused' can't run.*{reason}") as raised:
         choose(strategy="fused", **options)
     assert choice.reason in str(raised.value)
+
+
+FLOAT8 = {"dtype": jnp.float8_e4m3fn, "result": jnp.bfloat16, "scaled": True}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float8(op):
+    # Rows that all-gather gathers, and that the others share.
+    sizes = {"size": 2, "m": 4096 if op == "all_gather_matmul" else 8192, "n": 8192, "k": 7168}
+    narrow, wide = choose(op, **sizes, **FLOAT8), choose(op, **sizes)
+    assert narrow.strategy == wide.strategy == "fused"
+    assert float(narrow.reason.split()[1]) < 0.6 * float(wide.reason.split()[1])
+    assert narrow.reason.endswith(
+        f"; w is transposed first, a copy of {8192 * 7168} bytes unless it is a transpose itself"
+    )
+    assert "copy" not in choose(op, **sizes, **FLOAT8, transpose_w=True).reason
+    # Twice as fast a product is sooner bound by the link.
+    assert choose(op, "fused", size=2, m=8192, n=8192, k=2048, **FLOAT8).plan.transport == (
+        "pull" if op == "all_gather_matmul" else "push"
+    )
+    # No kernels for few rows.
+    assert not choose(op, "fused", size=2, m=16, n=8192, k=8192, **FLOAT8).plan.few_rows
+    assert choose(op, "fused", size=2, m=16, n=8192, k=8192).plan.few_rows
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"k": 24}, r"a row of x is 24 x 1 = 24 bytes, not a multiple of 16 \(pad to 32 columns\)"),
+        ({"n": 20}, r"a row of the result is 20 x 2 = 40 bytes, not a multiple of 16 \(pad to 24 columns\)"),
+        ({"n": 20, "result": jnp.float32, "k": 8}, "a row of x is 8 x 1"),
+        ({"precision": "highest"}, "precision=highest asks for more than the tensor cores' sums of float8"),
+        ({"precision": (None, jax.lax.Precision.HIGH)}, "asks for more than"),
+        ({"config": entwine_jax.Config(few_rows=True), "m": 2}, "few_rows=True is for 16-bit operands"),
+    ],
+)
+def test_float8_not_fused(options, reason):
+    with pytest.raises(NotImplementedError, match=f"all_gather_matmul: strategy='fused' can't run.*{reason}"):
+        choose(strategy="fused", **{**FLOAT8, **options})
+    assert choose(**{**FLOAT8, **options}).strategy == "xla"
+    # A w that needs no more columns than 16-bit ones: its rows are k, once it is transposed.
+    assert choose(strategy="fused", **{**FLOAT8, "n": 24, "precision": "default"}).strategy == "fused"
 
 
 def test_without_cuda_or_peers(monkeypatch):

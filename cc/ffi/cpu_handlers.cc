@@ -74,6 +74,10 @@ std::optional<host::Element> element(ffi::DataType type) {
       return host::Element::kF16;
     case ffi::F32:
       return host::Element::kF32;
+    case ffi::F8E4M3FN:
+      return host::Element::kE4m3;
+    case ffi::F8E5M2:
+      return host::Element::kE5m2;
     default:
       return std::nullopt;
   }
@@ -95,10 +99,12 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
   ffi::ErrorOr<Problem> problem = decode_problem(op, schedule::Target::kHost, a, buffers);
   if (problem.has_error()) return ffi::Unexpected(problem.error());
   auto in = element(problem->in), out = element(problem->out);
-  if (!in || !out || (in != out && out != host::Element::kF32))
-    return ffi::Unexpected(
-        invalid(op, "on CPU x and w must be bfloat16, float16 or float32 and the result the same or float32, not ", problem->in,
-                " and ", problem->out, "; use strategy=\"xla\""));
+  auto same = in && is_float8(*in) ? host::Element::kBf16 : in;
+  if (!in || !out || (out != same && out != host::Element::kF32))
+    return ffi::Unexpected(invalid(op,
+                                   "on CPU x and w must be bfloat16, float16 or float32 and the result the same or float32, or "
+                                   "float8 and the result bfloat16 or float32, not ",
+                                   problem->in, " and ", problem->out, "; use strategy=\"xla\""));
   if (a.workers < 1 || a.workers > kMaxWorkers)
     return ffi::Unexpected(invalid(op, "workers must be 1 to ", kMaxWorkers, ", not ", a.workers));
   if (a.timeout_ms < 0 || a.stall_us < 0)
@@ -136,7 +142,7 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, Bu
     team_of({ids, ids + a.team_size})
         .submit(r, site->next(run, team, r), *spec,
                 {buffers.x.untyped_data(), buffers.w.untyped_data(), buffers.y.untyped_data(), buffers.z_data(),
-                 buffers.gathered_data()},
+                 buffers.gathered_data(), buffers.scale_data()},
                 done);
   } catch (std::bad_alloc const&) {
     return failure(ffi::ErrorCode::kResourceExhausted, op, "no memory for arenas with two halves of ",
@@ -152,7 +158,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBu
                     CallAttributes attributes) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  Buffers buffers{x, w, *y, optional_buffer(more, 0), optional_buffer(also, 0)};
+  Buffers buffers = all_buffers(x, w, *y, attributes, more, also);
   ffi::Error error = start(op, site, run.run_id, attributes, buffers, where, promise);
   if (error.failure()) promise.SetError(error);
   return future;

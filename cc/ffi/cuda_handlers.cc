@@ -6,6 +6,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "ffi/problem.h"
 #include "kernel/sm90.h"
@@ -55,16 +56,36 @@ int ready_device(int device) {
   return ready[device] = multiprocessors;
 }
 
+std::optional<Operands> operands_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::BF16:
+      return Operands::kBf16;
+    case ffi::DataType::F16:
+      return Operands::kF16;
+    case ffi::DataType::F8E4M3FN:
+      return Operands::kE4m3;
+    case ffi::DataType::F8E5M2:
+      return Operands::kE5m2;
+    default:
+      return std::nullopt;
+  }
+}
+
 ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Buffers const& buffers) {
   ffi::ErrorOr<Problem> decoded = decode_problem(op, schedule::Target::kSm90, attributes, buffers);
   if (!decoded) return ffi::Unexpected<ffi::Error>(decoded.error());
   Problem const& problem = *decoded;
-  if (problem.in != ffi::DataType::BF16 || (problem.out != ffi::DataType::BF16 && problem.out != ffi::DataType::F32))
+  auto operands = operands_of(problem.in);
+  auto same = operands && is_float8(*operands) ? ffi::DataType::BF16 : problem.in;
+  if (!operands || (problem.out != same && problem.out != ffi::DataType::F32))
     return ffi::Unexpected<ffi::Error>(
-        failed(op, "the sm_90 kernels take bfloat16 x and w and give bfloat16 or float32: cast, or pass strategy=\"xla\"",
+        failed(op,
+               "the sm_90 kernels take bfloat16 or float16 x and w and give the same or float32, "
+               "or float8 and give bfloat16 or float32: cast, or pass strategy=\"xla\"",
                ffi::ErrorCode::kUnimplemented));
   sm90::Call call{};
   call.op = op;
+  call.operands = *operands;
   call.geometry = problem.geometry;
   call.plan = problem.plan;
   call.transposed_w = problem.transpose_w;
@@ -72,6 +93,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
   call.x = buffers.x.untyped_data();
   call.w = buffers.w.untyped_data();
   call.y = buffers.y.untyped_data();
+  call.scale = buffers.scale_data();
   call.gathering = problem.gathering;
   call.z = buffers.z_data();
   call.gathered = buffers.gathered_data();
@@ -82,7 +104,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
 }
 
 schedule::ArenaDemand demand_of(sm90::Call const& call) {
-  uint32_t element_bytes = call.op != Op::kAllGatherMatmul && call.float_out ? 4 : 2;
+  uint32_t element_bytes = call.op == Op::kAllGatherMatmul ? operand_bytes(call.operands) : call.float_out ? 4 : 2;
   return schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, element_bytes, call.gathering);
 }
 
@@ -109,7 +131,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   auto x = arguments.get<ffi::AnyBuffer>(0), w = arguments.get<ffi::AnyBuffer>(1);
   auto y = results.get<ffi::AnyBuffer>(0);
   if (!x || !w || !y) return failed(op, "XLA gave Initialize no buffers", ffi::ErrorCode::kInternal);
-  Buffers buffers{*x, *w, **y, optional_buffer(arguments, 2), optional_buffer(results, 1)};
+  Buffers buffers = all_buffers(*x, *w, **y, attributes, arguments, results, 2, 1);
   auto call = decode_call(op, attributes, buffers);
   if (!call) return call.error();
   DeviceScope scope(device);
@@ -127,7 +149,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
 template <Op op>
 ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also, CallAttributes attributes) {
-  auto call = decode_call(op, attributes, {x, w, *y, optional_buffer(more, 0), optional_buffer(also, 0)});
+  auto call = decode_call(op, attributes, all_buffers(x, w, *y, attributes, more, also));
   if (!call) return call.error();
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();

@@ -49,8 +49,6 @@ ffi::ErrorOr<schedule::Gathering> decode_gathering(schedule::Op op, schedule::Ge
   return gathering;
 }
 
-}  // namespace
-
 std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingArgs arguments, size_t index) {
   auto buffer = arguments.get<ffi::AnyBuffer>(index);
   return buffer ? std::optional(*buffer) : std::nullopt;
@@ -58,6 +56,18 @@ std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingArgs arguments, size
 std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingRets results, size_t index) {
   auto buffer = results.get<ffi::AnyBuffer>(index);
   return buffer ? std::optional(**buffer) : std::nullopt;
+}
+
+bool is_float8(ffi::DataType type) { return type == ffi::DataType::F8E4M3FN || type == ffi::DataType::F8E5M2; }
+
+}  // namespace
+
+Buffers all_buffers(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y, CallAttributes const& attributes,
+                    ffi::RemainingArgs more, ffi::RemainingRets also, size_t first_more, size_t first_also) {
+  Buffers buffers{x, w, y, {}, {}, optional_buffer(also, first_also)};
+  if (attributes.scaled != 0) buffers.scale = optional_buffer(more, first_more++);
+  buffers.z = optional_buffer(more, first_more);
+  return buffers;
 }
 
 ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& a,
@@ -79,7 +89,14 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
     return invalid(op, gather ? "the result has " : "x has ", whole, " rows, not the team's ", a.team_size, " times ", m_shard);
   if (yd[0] != xd[0] || yd[2] != n)
     return invalid(op, "the result is (", yd[0], ", ", yd[1], ", ", yd[2], ") but x and w give (", xd[0], ", *, ", n, ")");
-  if (x.element_type() != w.element_type()) return invalid(op, "x and w must have one dtype");
+  bool float8 = is_float8(x.element_type());
+  if (float8 ? w.element_type() != ffi::DataType::F8E4M3FN : x.element_type() != w.element_type())
+    return invalid(op, "x and w must have one dtype, or w float8_e4m3fn beside x of float8_e5m2");
+  if (a.scaled < 0 || a.scaled > 1 || (a.scaled != 0) != float8 || float8 != buffers.scale.has_value())
+    return invalid(op, "float8 operands have a scale, others have none; attribute scaled is ", a.scaled, ", and there is ",
+                   buffers.scale ? "a" : "no", " scale");
+  if (float8 && (buffers.scale->element_type() != ffi::DataType::F32 || buffers.scale->element_count() != 1))
+    return invalid(op, "the scale must be one float32 number");
   for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
   bool fits = a.lead >= 0 && a.transport >= 0 && a.transport <= 1 && a.few_rows >= 0 && a.few_rows <= 1;

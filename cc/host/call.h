@@ -40,8 +40,9 @@ struct Operands {
   void const* x;
   void const* w;
   void* y;
-  void const* z = nullptr;   // reduce-scatter: the own chunk of what is gathered beside
-  void* gathered = nullptr;  // all-gather: null if x's chunks aren't wanted together
+  void const* z = nullptr;       // reduce-scatter: the own chunk of what is gathered beside
+  void* gathered = nullptr;      // all-gather: null if x's chunks aren't wanted together
+  float const* scale = nullptr;  // of the product, if its operands have 8 bits
 };
 
 struct Seat {

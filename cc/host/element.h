@@ -6,7 +6,8 @@
 
 namespace entwine::host {
 
-enum class Element : uint8_t { kBf16, kF16, kF32 };
+// Of 8 bits are operands only: x is either, w is e4m3.
+enum class Element : uint8_t { kBf16, kF16, kF32, kE4m3, kE5m2 };
 
 struct Bf16 {
   uint16_t bits;
@@ -14,8 +15,25 @@ struct Bf16 {
 struct F16 {
   uint16_t bits;
 };
+struct E4m3 {  // float8_e4m3fn: no infinity
+  uint8_t bits;
+};
+struct E5m2 {
+  uint8_t bits;
+};
 
-constexpr uint32_t element_bytes(Element e) { return e == Element::kF32 ? 4 : 2; }
+constexpr bool is_float8(Element e) { return e == Element::kE4m3 || e == Element::kE5m2; }
+constexpr uint32_t element_bytes(Element e) { return e == Element::kF32 ? 4 : is_float8(e) ? 1 : 2; }
+
+// What w is made of beside an x of these.
+template <typename X>
+struct Weights {
+  using Element = X;
+};
+template <>
+struct Weights<E5m2> {
+  using Element = E4m3;
+};
 
 inline uint32_t float_bits(float v) {
   uint32_t b;
@@ -35,6 +53,14 @@ inline float to_float(F16 v) {
   if (rest >= 0x7c00) return bits_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // infinity, NaN
   if (rest >= 0x400) return bits_float(sign | ((rest << 13) + (112u << 23)));       // exponent bias 127 instead of 15
   return bits_float(sign | float_bits(float(rest) * 0x1p-24f));                     // subnormal
+}
+
+inline float to_float(E5m2 v) { return to_float(F16{uint16_t(v.bits << 8)}); }  // a float16 cut short
+inline float to_float(E4m3 v) {
+  uint32_t sign = uint32_t(v.bits & 0x80) << 24, rest = v.bits & 0x7f;
+  if (rest == 0x7f) return bits_float(sign | 0x7fc00000);                  // NaN
+  if (rest >= 8) return bits_float(sign | ((rest << 20) + (120u << 23)));  // exponent bias 127 instead of 7
+  return bits_float(sign | float_bits(float(rest) * 0x1p-9f));             // subnormal
 }
 
 template <typename T>

@@ -39,6 +39,11 @@ bool run_out(Seat const& seat, Crew& crew) {
   return seat.spec->out == Element::kF32 ? run<In, float>(seat, crew) : run<In, In>(seat, crew);
 }
 
+template <typename In>
+bool run_scaled(Seat const& seat, Crew& crew) {
+  return seat.spec->out == Element::kF32 ? run<In, float>(seat, crew) : run<In, Bf16>(seat, crew);
+}
+
 }  // namespace
 
 bool execute(Seat const& seat, Crew& crew) {
@@ -49,6 +54,10 @@ bool execute(Seat const& seat, Crew& crew) {
       return run_out<F16>(seat, crew);
     case Element::kF32:
       return run_out<float>(seat, crew);
+    case Element::kE4m3:
+      return run_scaled<E4m3>(seat, crew);
+    case Element::kE5m2:
+      return run_scaled<E5m2>(seat, crew);
   }
   return false;
 }

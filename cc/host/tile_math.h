@@ -14,6 +14,8 @@ namespace entwine::host {
 template <typename In>
 class TileProduct {
  public:
+  using W = typename Weights<In>::Element;
+
   TileProduct(schedule::Geometry const& g, bool transpose_w)
       : g_(g),
         transpose_w_(transpose_w),
@@ -26,7 +28,7 @@ class TileProduct {
   float* row(uint32_t i) { return sums_.data() + size_t(i) * pitch_; }
 
   // `rows` rows of x, k apart, times `cols` columns of w from `first_col` on.
-  void multiply(In const* x, uint32_t rows, In const* w, uint32_t first_col, uint32_t cols) {
+  void multiply(In const* x, uint32_t rows, W const* w, uint32_t first_col, uint32_t cols) {
     std::fill(sums_.begin(), sums_.end(), 0.0f);
     for (uint32_t k0 = 0; k0 < g_.k; k0 += kDepth) {
       uint32_t depth = schedule::smaller(kDepth, g_.k - k0);
@@ -46,7 +48,7 @@ class TileProduct {
       for (uint32_t p = 0; p < depth; ++p) x_[i * kDepth + p] = to_float(x[size_t(i) * g_.k + k0 + p]);
   }
   // Columns past `cols` keep what they held, finite or not: their sums are never read.
-  void pack_w(In const* w, uint32_t first_col, uint32_t cols, uint32_t k0, uint32_t depth) {
+  void pack_w(W const* w, uint32_t first_col, uint32_t cols, uint32_t k0, uint32_t depth) {
     if (transpose_w_) {
       for (uint32_t j = 0; j < cols; ++j)
         for (uint32_t p = 0; p < depth; ++p) w_[p * pitch_ + j] = to_float(w[size_t(first_col + j) * g_.k + k0 + p]);

@@ -47,9 +47,13 @@ class RankPart {
   Arena& arena(uint32_t rank) const { return *(*seat_.arenas)[rank]; }
   uint32_t cols(schedule::Tile const& t) const { return schedule::smaller(g_.tile_n, g_.n - t.col * g_.tile_n); }
 
-  // The sums of `t`, whose rows of x begin at `rows`.
+  // The sums of `t`, whose rows of x begin at `rows`, by the scale.
   void multiply(Worker<In>& worker, schedule::Tile const& t, In const* rows) const {
-    worker.product.multiply(rows, g_.rows(t), static_cast<In const*>(seat_.operands.w), t.col * g_.tile_n, cols(t));
+    using W = typename TileProduct<In>::W;
+    worker.product.multiply(rows, g_.rows(t), static_cast<W const*>(seat_.operands.w), t.col * g_.tile_n, cols(t));
+    if (seat_.operands.scale == nullptr) return;
+    for (uint32_t i = 0; i < g_.rows(t); ++i)
+      for (uint32_t j = 0; j < cols(t); ++j) worker.product.row(i)[j] *= *seat_.operands.scale;
   }
 
   // Rounds the sums of `t` to `out`, whose rows are `pitch` elements apart.

@@ -15,20 +15,20 @@ using schedule::Op;
 constexpr uint32_t kImageRows = kImageBytes / 128;
 
 // x or y as (inner, row, chunk, batch): the rows of a batch are the chunks in rank order.
-TensorView whole_view(void const* data, uint64_t inner, Geometry const& g, uint64_t element_bytes) {
+TensorView whole_view(void const* data, uint64_t inner, Geometry const& g, uint32_t element_bytes) {
   uint64_t row = inner * element_bytes, chunk = g.m_shard * row;
-  return {data, element_bytes == 4, 4, {inner, g.m_shard, g.ranks, g.batch}, {row, chunk, chunk * g.ranks}, {}};
+  return {data, element_bytes, 4, {inner, g.m_shard, g.ranks, g.batch}, {row, chunk, chunk * g.ranks}, {}};
 }
 // One or several chunks as (inner, row, batch, chunk).
-TensorView chunk_view(void const* data, uint64_t inner, Geometry const& g, uint64_t chunks, uint64_t element_bytes) {
+TensorView chunk_view(void const* data, uint64_t inner, Geometry const& g, uint64_t chunks, uint32_t element_bytes) {
   uint64_t row = inner * element_bytes, batch = g.m_shard * row;
-  return {data, element_bytes == 4, 4, {inner, g.m_shard, g.batch, chunks}, {row, batch, batch * g.batch}, {}};
+  return {data, element_bytes, 4, {inner, g.m_shard, g.batch, chunks}, {row, batch, batch * g.batch}, {}};
 }
 
 // x or y of an all-reduce as (inner, row, 0, 0).
-TensorView matrix_view(void const* data, uint64_t inner, Geometry const& g, uint64_t element_bytes) {
+TensorView matrix_view(void const* data, uint64_t inner, Geometry const& g, uint32_t element_bytes) {
   uint64_t row = inner * element_bytes, all = g.all_rows() * row;
-  return {data, element_bytes == 4, 4, {inner, g.all_rows(), 1, 1}, {row, all, all}, {}};
+  return {data, element_bytes, 4, {inner, g.all_rows(), 1, 1}, {row, all, all}, {}};
 }
 
 bool encode(TensorView view, uint32_t inner, uint32_t rows, CUtensorMap* map) {
@@ -77,9 +77,12 @@ std::string unsupported(Call const& call) {
   if (call.plan.form == schedule::Form::kFewRows && !schedule::are_few_rows(call.op, g))
     return "config few_rows: a call of more than " + std::to_string(schedule::kFewRowsMost) +
            " rows isn't one of few; leave it unset";
-  uint64_t out = call.float_out ? 4 : 2;
-  if (g.k * uint64_t{2} % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * uint64_t{2});
-  if (!call.transposed_w && g.n * uint64_t{2} % 16 != 0) return pitch("w", g.n * uint64_t{2});
+  if (is_float8(call.operands) && !call.transposed_w) return "8-bit operands: w must be stored transposed, (n, k)";
+  if (is_float8(call.operands) && call.plan.form == schedule::Form::kFewRows)
+    return "config few_rows: these kernels take 16-bit operands; leave it unset";
+  uint64_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands);
+  if (g.k * in % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * in);
+  if (!call.transposed_w && g.n * in % 16 != 0) return pitch("w", g.n * in);
   if (g.n * out % 16 != 0) return pitch("the result", g.n * out);
   if (call.gathering.row_bytes % 16 != 0) return pitch("the array gathered beside", call.gathering.row_bytes);
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
@@ -90,21 +93,23 @@ std::string unsupported(Call const& call) {
 
 cudaError_t load_kernels() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
-    for (bool transposed_w : {false, true})
-      for (bool float_out : {false, true})
-        for (bool traced : {false, true})
-          for (schedule::TileShape tile : schedule::kSm90Tiles) {
-            int shared_bytes = 0;
-            Variant variant{tile.m, tile.n, transposed_w, float_out, traced};
-            Kernel kernel = pick_kernel(op, variant, &shared_bytes);
-            cudaError_t error = allow_shared(kernel, shared_bytes);
-            if (error != cudaSuccess) return error;
-          }
+    for (Operands operands : kAllOperands)
+      for (bool transposed_w : {false, true})
+        for (bool float_out : {false, true})
+          for (bool traced : {false, true})
+            for (schedule::TileShape tile : schedule::kSm90Tiles) {
+              int shared_bytes = 0;
+              Variant variant{tile.m, tile.n, operands, transposed_w, float_out, traced};
+              Kernel kernel = pick_kernel(op, variant, &shared_bytes);
+              cudaError_t error = allow_shared(kernel, shared_bytes);
+              if (error != cudaSuccess) return error;
+            }
   return load_few_rows_kernels();
 }
 
 TraceShape trace_shape(Call const& call) {
-  if (call.plan.form == schedule::Form::kFewRows || call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
+  if (call.plan.form == schedule::Form::kFewRows || call.operands != Operands::kBf16) return {0, 0};
+  if (call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
   // A storer notes five things a tile, a pusher one a unit, a collector one a part of a tile; clusters share tiles almost
   // evenly, pushers units less so.
   uint32_t clusters = clusters_of(call), tiles = schedule::ceil_div(call.geometry.tiles(), clusters);
@@ -116,24 +121,24 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   Geometry const& g = call.geometry;
   bool gather = call.op == Op::kAllGatherMatmul;
   Params p{};
-  uint64_t out = call.float_out ? 4 : 2;
+  uint32_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands), block_k = kBlockBytes / in;
   uint32_t rows = g.tile_m / kCtas;  // of a CTA
-  uint32_t image_cols = static_cast<uint32_t>(128 / out);
-  TensorView w = call.transposed_w ? TensorView{call.w, false, 2, {g.k, g.n}, {g.k * uint64_t{2}}, {kBlockK, g.tile_n / 2}}
-                                   : TensorView{call.w, false, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
+  uint32_t image_cols = 128 / out;
+  TensorView w = call.transposed_w ? TensorView{call.w, in, 2, {g.k, g.n}, {uint64_t{g.k} * in}, {block_k, g.tile_n / 2}}
+                                   : TensorView{call.w, 2, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
   bool ok = encode_tensor_map(w, &p.w);
   if (gather) {
-    ok = ok && encode(chunk_view(call.x, g.k, g, 1, 2), kBlockK, rows, &p.x);
+    ok = ok && encode(chunk_view(call.x, g.k, g, 1, in), block_k, rows, &p.x);
     for (uint32_t parity = 0; parity < 2; ++parity)
       ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g,
-                                   schedule::larger(g.ranks - 1, 1), 2),
-                        kBlockK, rows, &p.gathered[parity]);
+                                   schedule::larger(g.ranks - 1, 1), in),
+                        block_k, rows, &p.gathered[parity]);
     ok = ok && encode(whole_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
   } else if (call.op == Op::kMatmulAllReduce) {
-    ok = ok && encode(matrix_view(call.x, g.k, g, 2), kBlockK, rows, &p.x);
+    ok = ok && encode(matrix_view(call.x, g.k, g, in), block_k, rows, &p.x);
     ok = ok && encode(matrix_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
   } else {
-    ok = ok && encode(whole_view(call.x, g.k, g, 2), kBlockK, rows, &p.x);
+    ok = ok && encode(whole_view(call.x, g.k, g, in), block_k, rows, &p.x);
     ok = ok && encode(chunk_view(call.y, g.n, g, 1, out), image_cols, kImageRows, &p.y);
   }
   if (!ok) return cudaErrorInvalidValue;
@@ -141,7 +146,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.raster = {g.chunk_rows(), g.cols(), call.plan.raster};
   p.ranks = g.ranks;
   p.row_blocks = g.row_blocks();
-  p.k_blocks = schedule::ceil_div(g.k, kBlockK);
+  p.k_blocks = schedule::ceil_div(g.k, block_k);
   p.clusters = clusters_of(call);
   p.last = p.ranks * p.raster.size() + p.clusters - 1;
   p.lead = call.plan.lead;
@@ -151,6 +156,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.n = g.n;
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
+  p.scale = call.scale;
   p.gather = gather_of(call);
   set_arena(call, p);
   if (call.trace != nullptr) {
@@ -159,8 +165,8 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   }
 
   int shared_bytes = 0;
-  Kernel kernel =
-      pick_kernel(call.op, {g.tile_m, g.tile_n, call.transposed_w, call.float_out, call.trace != nullptr}, &shared_bytes);
+  Variant variant{g.tile_m, g.tile_n, call.operands, call.transposed_w, call.float_out, call.trace != nullptr};
+  Kernel kernel = pick_kernel(call.op, variant, &shared_bytes);
   return launch_clusters(kernel, p, kCtas, shared_bytes, stream);
 }
 

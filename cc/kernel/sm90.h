@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "kernel/operands.h"
 #include "schedule/arena_layout.h"
 #include "schedule/plan.h"
 #include "schedule/stuck_report.h"
@@ -17,9 +18,11 @@ struct Call {
   schedule::Op op;
   schedule::Geometry geometry;
   schedule::Plan plan;
-  bool transposed_w, float_out;
+  Operands operands;
+  bool transposed_w, float_out;  // the result is float32, else of 16-bit operands' type, bf16 of 8-bit ones
   void const *x, *w;
   void* y;
+  float const* scale;             // 8-bit operands: of their product
   schedule::Gathering gathering;  // x of all-gather; what reduce-scatter gathers beside, if anything
   void const* z;                  // reduce-scatter: the own chunk of that
   void* gathered;                 // the whole of it; null if all-gather's isn't wanted
@@ -42,7 +45,7 @@ cudaError_t load_kernels();
 cudaError_t launch(Call const& call, cudaStream_t stream);
 
 // Notes of one traced launch: its CTAs, and how many events each of a CTA's writers has room for (what is beyond is dropped).
-// None for kernels of small tiles, which can't.
+// None for kernels of small tiles or of operands other than bf16, which can't.
 struct TraceShape {
   uint32_t ctas, capacity;
   uint64_t events() const { return uint64_t(ctas) * schedule::kTraceWriters * capacity; }
@@ -56,6 +59,7 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream);
 // One .cu file an op; picked by launch() and load_kernels().
 struct Variant {
   uint32_t tile_m, tile_n;
+  Operands operands;
   bool transposed_w, float_out, traced;
 };
 using Kernel = void (*)(struct Params);

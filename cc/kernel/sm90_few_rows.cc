@@ -12,14 +12,15 @@ using schedule::Op;
 
 cudaError_t load_few_rows_kernels() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
-    for (bool transposed_w : {false, true})
-      for (bool float_out : {false, true})
-        for (uint32_t rows : schedule::kFewRowsRoom) {
-          int shared_bytes = 0;
-          FewRowsKernel kernel = few_rows_kernel(op, {0, 0, transposed_w, float_out, false}, rows, &shared_bytes);
-          cudaError_t error = allow_shared(kernel, shared_bytes);
-          if (error != cudaSuccess) return error;
-        }
+    for (Operands operands : {Operands::kBf16, Operands::kF16})
+      for (bool transposed_w : {false, true})
+        for (bool float_out : {false, true})
+          for (uint32_t rows : schedule::kFewRowsRoom) {
+            int shared_bytes = 0;
+            FewRowsKernel kernel = few_rows_kernel(op, {0, 0, operands, transposed_w, float_out, false}, rows, &shared_bytes);
+            cudaError_t error = allow_shared(kernel, shared_bytes);
+            if (error != cudaSuccess) return error;
+          }
   return cudaSuccess;
 }
 
@@ -32,10 +33,10 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   bool ok = true;
   for (uint32_t parity = 0; parity < 2; ++parity) {
     void const* x = call.op == Op::kAllGatherMatmul ? call.arenas[call.rank] + call.arena.staging_offset(parity) : call.x;
-    ok = ok && encode_tensor_map({x, false, 2, {g.k, p.shape.rows}, {row}, {kBlockK, p.shape.room}}, &p.x[parity]);
+    ok = ok && encode_tensor_map({x, 2, 2, {g.k, p.shape.rows}, {row}, {kBlockK, p.shape.room}}, &p.x[parity]);
   }
-  TensorView w = call.transposed_w ? TensorView{call.w, false, 2, {g.k, g.n}, {row}, {kBlockK, schedule::kFewRowsTileN}}
-                                   : TensorView{call.w, false, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
+  TensorView w = call.transposed_w ? TensorView{call.w, 2, 2, {g.k, g.n}, {row}, {kBlockK, schedule::kFewRowsTileN}}
+                                   : TensorView{call.w, 2, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
   ok = ok && encode_tensor_map(w, &p.w);
   if (!ok) return cudaErrorInvalidValue;
 
@@ -47,8 +48,8 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   set_arena(call, p);
 
   int shared_bytes = 0;
-  FewRowsKernel kernel =
-      few_rows_kernel(call.op, {0, 0, call.transposed_w, call.float_out, false}, p.shape.room, &shared_bytes);
+  Variant variant{0, 0, call.operands, call.transposed_w, call.float_out, false};
+  FewRowsKernel kernel = few_rows_kernel(call.op, variant, p.shape.room, &shared_bytes);
   return launch_clusters(kernel, p, p.shape.slices, shared_bytes, stream);
 }
 

@@ -1,4 +1,4 @@
-// All three ops for few rows on Hopper, bf16 operands, float32 accumulation: sm90/few_rows.cuh.
+// All three ops for few rows on Hopper, bf16 or f16 operands, float32 accumulation: sm90/few_rows.cuh.
 #include "kernel/sm90.h"
 #include "kernel/sm90/few_rows.cuh"
 
@@ -7,25 +7,39 @@ namespace {
 
 using schedule::Op;
 
+// By name, for profiles.
 template <class C>
 __global__ void __launch_bounds__(kThreads, 1) sm90_few_rows_bf16(__grid_constant__ const FewRowsParams params) {
   few_rows_matmul<C>(params);
 }
+template <class C>
+__global__ void __launch_bounds__(kThreads, 1) sm90_few_rows_f16(__grid_constant__ const FewRowsParams params) {
+  few_rows_matmul<C>(params);
+}
 
-template <Op kOp, uint32_t kRows, bool kTransposedW, typename Out>
+template <Op kOp, uint32_t kRows, Operands kOperands, bool kTransposedW, bool kFloatOut>
 FewRowsKernel kernel_of(int* shared_bytes) {
-  using C = FewRowsConfig<kOp, kRows, kTransposedW, Out>;
+  using C = FewRowsConfig<kOp, kRows, kOperands, kTransposedW, kFloatOut>;
   *shared_bytes = C::kAllocated;
-  return sm90_few_rows_bf16<C>;
+  if constexpr (kOperands == Operands::kF16)
+    return sm90_few_rows_f16<C>;
+  else
+    return sm90_few_rows_bf16<C>;
+}
+
+template <Op kOp, uint32_t kRows, Operands kOperands>
+FewRowsKernel pick(Variant const& v, int* shared_bytes) {
+  if (v.float_out)
+    return v.transposed_w ? kernel_of<kOp, kRows, kOperands, true, true>(shared_bytes)
+                          : kernel_of<kOp, kRows, kOperands, false, true>(shared_bytes);
+  return v.transposed_w ? kernel_of<kOp, kRows, kOperands, true, false>(shared_bytes)
+                        : kernel_of<kOp, kRows, kOperands, false, false>(shared_bytes);
 }
 
 template <Op kOp, uint32_t kRows>
 FewRowsKernel pick(Variant const& v, int* shared_bytes) {
-  if (v.float_out)
-    return v.transposed_w ? kernel_of<kOp, kRows, true, float>(shared_bytes)
-                          : kernel_of<kOp, kRows, false, float>(shared_bytes);
-  return v.transposed_w ? kernel_of<kOp, kRows, true, __nv_bfloat16>(shared_bytes)
-                        : kernel_of<kOp, kRows, false, __nv_bfloat16>(shared_bytes);
+  return v.operands == Operands::kF16 ? pick<kOp, kRows, Operands::kF16>(v, shared_bytes)
+                                      : pick<kOp, kRows, Operands::kBf16>(v, shared_bytes);
 }
 
 template <Op kOp>

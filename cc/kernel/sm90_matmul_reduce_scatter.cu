@@ -1,4 +1,4 @@
-// GEMM + reduce-scatter on Hopper, bf16 operands, float32 accumulation: y_r = chunk_r(sum_q x_q @ w_q).
+// GEMM + reduce-scatter on Hopper, operands of 16 or 8 bits, float32 accumulation: y_r = chunk_r(sum_q x_q @ w_q).
 //
 // A tile of another rank's chunk is a partial sum: it goes to staging (the own one for pull, the owner's for push) and a signal
 // to the owner. A tile of the own chunk adds the peers' partials to its accumulators in float32, in rank order, and writes y.
@@ -10,15 +10,29 @@
 namespace entwine::sm90 {
 namespace {
 
+// By name, for profiles.
 template <class C>
 __global__ void __launch_bounds__(kThreads, 1) sm90_matmul_reduce_scatter_bf16(__grid_constant__ const Params params) {
+  collective_matmul<C>(params);
+}
+template <class C>
+__global__ void __launch_bounds__(kThreads, 1) sm90_matmul_reduce_scatter_f16(__grid_constant__ const Params params) {
+  collective_matmul<C>(params);
+}
+template <class C>
+__global__ void __launch_bounds__(kThreads, 1) sm90_matmul_reduce_scatter_f8(__grid_constant__ const Params params) {
   collective_matmul<C>(params);
 }
 
 template <class C>
 Kernel kernel_of(int* shared_bytes) {
   *shared_bytes = Shared<C>::kAllocated;
-  return sm90_matmul_reduce_scatter_bf16<C>;
+  if constexpr (C::kFloat8)
+    return sm90_matmul_reduce_scatter_f8<C>;
+  else if constexpr (C::kOperands == Operands::kF16)
+    return sm90_matmul_reduce_scatter_f16<C>;
+  else
+    return sm90_matmul_reduce_scatter_bf16<C>;
 }
 
 }  // namespace

@@ -22,9 +22,12 @@ bool encode_tensor_map(TensorView const& view, CUtensorMap* map) {
     box[i] = view.box[i];
     if (i + 1 < view.rank) pitch[i] = view.pitch[i];
   }
-  return encode(map, view.float32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, view.rank,
-                const_cast<void*>(view.data), size, pitch, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  CUtensorMapDataType type = view.element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                             : view.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  return encode(map, type, view.rank, const_cast<void*>(view.data), size, pitch, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace entwine

@@ -11,7 +11,7 @@ namespace entwine {
 // dimension i + 1. Base and pitches are multiples of 16.
 struct TensorView {
   void const* data;
-  bool float32;  // else bf16
+  uint32_t element_bytes;  // 1, 2 or 4: what copies bits need not know more
   uint32_t rank;
   uint64_t size[4];
   uint64_t pitch[3];

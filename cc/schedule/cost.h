@@ -19,8 +19,8 @@ constexpr double kFewRowsLaunchUs = 12, kFewRowsStreamBytesPerUs = 3.7e6, kFewRo
 
 constexpr double larger(double a, double b) { return a < b ? b : a; }
 
-// A cluster's tile: microseconds a k block of 64, and for the rest of it; w's bytes a microsecond for the GPU if the tile isn't
-// full.
+// A cluster's tile: microseconds a k block of 128 bytes, and for the rest of it; w's bytes a microsecond for the GPU if the
+// tile isn't full.
 struct TileCost {
   double k_block_us, rest_us, stream;
 };
@@ -30,10 +30,12 @@ constexpr TileCost tile_cost(uint32_t tile_m, uint32_t tile_n) {
   return {2.0 * 256 * 256 * 64 / (kSm90FlopsPerSecond * 1e-6 / kSm90Clusters), 2.5, 0.75e6};
 }
 
-constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
+// `in_bytes` are those of an operand's element: with 8 bits a k block has twice the elements and takes as long.
+constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
   TileCost tile = tile_cost(g.tile_m, g.tile_n);
-  double waves = ceil_div(g.tiles(), kSm90Clusters), compute_us = waves * (tile.rest_us + ceil_div(g.k, 64) * tile.k_block_us);
-  double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, 2) : partials_bytes(g, 1) * out_bytes;
+  double waves = ceil_div(g.tiles(), kSm90Clusters),
+         compute_us = waves * (tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us);
+  double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, in_bytes) : partials_bytes(g, 1) * out_bytes;
   double link_us = per_peer * (g.ranks - 1) / kLinkBytesPerUs;
   // In a single wave there is nothing to do while rows or partial sums are on their way.
   double exposed_us = waves == 1 ? link_us : 0, after_us = 0;
@@ -43,7 +45,7 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes) {
     after_us = kCollectUs + finished_us / larger(1, double(g.tiles()) / kSm90Clusters);
     link_us += finished_us;
   }
-  double stream_us = g.m_shard < g.tile_m ? 2.0 * g.n * g.k / tile.stream : 0;
+  double stream_us = g.m_shard < g.tile_m ? double(in_bytes) * g.n * g.k / tile.stream : 0;
   return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us) + after_us;
 }
 
@@ -57,10 +59,12 @@ constexpr double few_rows_us(Op op, Geometry const& g, double out_bytes) {
   return kFewRowsLaunchUs + stream_us + f.rows * kFewRowsRowUs + sent / kLinkBytesPerUs;
 }
 
-constexpr double xla_us(Op op, Geometry const& g, double out_bytes) {
+constexpr double xla_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
   double m = double(g.ranks) * g.batch * g.m_shard - g.missing, n = g.n, k = g.k;
-  double gemm = kGemmUs + larger(2 * m * n * k / kGemmFlopsPerUs, ((m + n) * k * 2 + m * n * out_bytes) / kMemoryBytesPerUs);
-  double per_peer = m / g.ranks * (op == Op::kAllGatherMatmul ? k * 2 : n * out_bytes);
+  double flops_per_us = kGemmFlopsPerUs * (2.0 / in_bytes);
+  double gemm =
+      kGemmUs + larger(2 * m * n * k / flops_per_us, ((m + n) * k * in_bytes + m * n * out_bytes) / kMemoryBytesPerUs);
+  double per_peer = m / g.ranks * (op == Op::kAllGatherMatmul ? k * in_bytes : n * out_bytes);
   if (op == Op::kMatmulAllReduce) return gemm + kNcclUs + 2 * per_peer * (g.ranks - 1) / kNcclAllReduceBytesPerUs;
   return gemm + kNcclUs + per_peer * (g.ranks - 1) / kNcclBytesPerUs;
 }

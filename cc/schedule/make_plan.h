@@ -8,13 +8,13 @@
 namespace entwine::schedule {
 
 // The tile that cost.h predicts to be the fastest for these sizes.
-constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes) {
+constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes, uint32_t in_bytes) {
   TileShape best = kSm90Tiles[0];
   double best_us = 0;
   for (TileShape tile : kSm90Tiles) {
     g.tile_m = tile.m;
     g.tile_n = tile.n;
-    double us = cost::fused_us(op, g, out_bytes);
+    double us = cost::fused_us(op, g, out_bytes, in_bytes);
     if (best_us == 0 || us < best_us) {
       best = tile;
       best_us = us;
@@ -23,23 +23,24 @@ constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes) {
   return best;
 }
 
-// With the tile that is best among tiles.
-constexpr Form pick_form(Op op, Geometry const& g, uint32_t out_bytes) {
+// With the tile that is best among tiles. The kernels for few rows take 16-bit operands.
+constexpr Form pick_form(Op op, Geometry const& g, uint32_t out_bytes, uint32_t in_bytes) {
+  if (in_bytes != 2) return Form::kTiles;
   bool few = are_few_rows(op, g) && cost::few_rows_us(op, g, out_bytes) < cost::fused_us(op, g, out_bytes);
   return few ? Form::kFewRows : Form::kTiles;
 }
 
-// `g`'s own tile is ignored.
-constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
+// `g`'s own tile is ignored. The bytes are those of an element of y and of x.
+constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes, uint32_t in_bytes = 2) {
   if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1, Form::kTiles, 1};
-  TileShape tile = pick_sm90_tile(op, g, out_bytes);
+  TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
   bool gather = op == Op::kAllGatherMatmul;
   bool replicate = op == Op::kMatmulAllReduce;
   // Time of the link over time of the matmul; m and n cancel out. An all-reduce moves sums back, too.
   double link = double(g.ranks - 1) / g.ranks * out_bytes * (replicate ? 2 : 1) / kSm90LinkBytesPerSecond;
-  double matmul = 2.0 * g.k / kSm90FlopsPerSecond;
+  double matmul = 1.0 * in_bytes * g.k / kSm90FlopsPerSecond;
   bool push = !gather && link > 0.8 * matmul;
   // Measured: all-gather is fastest with row groups of 8 large tiles, reduce-scatter with 2.
   uint32_t raster = (gather ? 8 : 2) * kSm90Tiles[0].m / tile.m;
@@ -62,21 +63,22 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes) {
           larger(lead, g.ranks - 1),
           push ? Transport::kPush : Transport::kPull,
           pushers,
-          pick_form(op, g, out_bytes),
+          pick_form(op, g, out_bytes, in_bytes),
           copiers};
 }
 
-// Predicted microseconds on sm_90 for bfloat16 operands, with the plan's tile and on XLA: what strategy "auto" decides by. Some
+// Predicted microseconds on sm_90, with the plan's tile and on XLA: what strategy "auto" decides by. Some
 // calls are for tiles only.
 struct Prediction {
   double fused_us, xla_us;
 };
-constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_only) {
-  TileShape tile = pick_sm90_tile(op, g, out_bytes);
+constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes = 2) {
+  TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
-  bool few = !tiles_only && pick_form(op, g, out_bytes) == Form::kFewRows;
-  return {few ? cost::few_rows_us(op, g, out_bytes) : cost::fused_us(op, g, out_bytes), cost::xla_us(op, g, out_bytes)};
+  bool few = !tiles_only && pick_form(op, g, out_bytes, in_bytes) == Form::kFewRows;
+  return {few ? cost::few_rows_us(op, g, out_bytes) : cost::fused_us(op, g, out_bytes, in_bytes),
+          cost::xla_us(op, g, out_bytes, in_bytes)};
 }
 
 }  // namespace entwine::schedule

@@ -226,7 +226,7 @@ def _without(names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _mind_promotion(inputs: Any, kernel: Any, dtype: Any) -> None:
-    if dtype is None and inputs.dtype == jnp.bfloat16 and kernel.dtype == jnp.float32:
+    if dtype is None and inputs.dtype in (jnp.bfloat16, jnp.float16) and kernel.dtype == jnp.float32:
         _warn_of_float32()
 
 
@@ -242,7 +242,7 @@ def _mind_float32(x: jax.Array, strategy: str | None) -> None:
 @functools.cache  # once
 def _warn_of_float32() -> None:
     warnings.warn(
-        "entwine_jax.flax: a layer multiplies in float32, which the fused GPU kernels don't, so XLA does it. bfloat16 "
-        "activations promote to the dtype of float32 parameters: give the layer dtype=jnp.bfloat16",
+        "entwine_jax.flax: a layer multiplies in float32, which the fused GPU kernels don't, so XLA does it. 16-bit "
+        "activations promote to the dtype of float32 parameters: give the layer dtype=jnp.bfloat16 (or float16)",
         stacklevel=4,
     )

@@ -52,11 +52,38 @@ void f16_rounds_to_nearest_even() {
   for (uint32_t bits : {0x7f800001u, 0xffffffffu}) CHECK(std::isnan(to_float(from_float<F16>(bits_float(bits)))));
 }
 
+// A sign, `exponent_bits` and `fraction_bits`, as IEEE 754 reads them.
+double ieee(uint32_t bits, uint32_t exponent_bits, uint32_t fraction_bits) {
+  uint32_t fraction = bits & ((1u << fraction_bits) - 1), exponent = bits >> fraction_bits & ((1u << exponent_bits) - 1);
+  int bias = (1 << (exponent_bits - 1)) - 1, power = (exponent == 0 ? 1 : static_cast<int>(exponent)) - bias;
+  double value = (fraction * std::ldexp(1.0, -static_cast<int>(fraction_bits)) + (exponent != 0)) * std::ldexp(1.0, power);
+  return bits >> 7 ? -value : value;
+}
+
+void float8_is_read_exactly() {
+  for (uint32_t bits = 0; bits < 256; ++bits) {
+    float e4m3 = to_float(E4m3{static_cast<uint8_t>(bits)}), e5m2 = to_float(E5m2{static_cast<uint8_t>(bits)});
+    if ((bits & 0x7f) == 0x7f)
+      CHECK_THAT(std::isnan(e4m3), bits);
+    else
+      CHECK_THAT(e4m3 == ieee(bits, 4, 3) && std::signbit(e4m3) == (bits >= 0x80), bits);
+    if ((bits & 0x7f) > 0x7c)
+      CHECK_THAT(std::isnan(e5m2), bits);
+    else if ((bits & 0x7f) == 0x7c)
+      CHECK_THAT(std::isinf(e5m2) && std::signbit(e5m2) == (bits >= 0x80), bits);
+    else
+      CHECK_THAT(e5m2 == ieee(bits, 5, 2) && std::signbit(e5m2) == (bits >= 0x80), bits);
+  }
+  CHECK_EQ(to_float(E4m3{0x7e}), 448.0f);
+  CHECK_EQ(to_float(E5m2{0x7b}), 57344.0f);
+}
+
 }  // namespace
 }  // namespace entwine::host
 
 int main() {
   using namespace entwine::host;
   return check::run({{"bfloat16 rounds to nearest even", bf16_rounds_to_nearest_even},
-                     {"float16 rounds to nearest even", f16_rounds_to_nearest_even}});
+                     {"float16 rounds to nearest even", f16_rounds_to_nearest_even},
+                     {"float8 is read exactly", float8_is_read_exactly}});
 }

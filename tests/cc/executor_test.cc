@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -21,9 +22,21 @@ using schedule::Geometry;
 using schedule::Op;
 using schedule::Transport;
 
+float to_float8(uint8_t bits, Element e) { return e == Element::kE4m3 ? to_float(E4m3{bits}) : to_float(E5m2{bits}); }
+
+// What w is made of beside an x of these.
+Element of_w(Element x) { return x == Element::kE5m2 ? Element::kE4m3 : x; }
+
+// Of 8 bits only what they hold exactly.
 std::vector<std::byte> encode(std::vector<float> const& values, Element e) {
   std::vector<std::byte> bytes(values.size() * element_bytes(e));
   for (size_t i = 0; i < values.size(); ++i) {
+    if (is_float8(e)) {
+      uint32_t bits = 0;
+      while (to_float8(static_cast<uint8_t>(bits), e) != values[i]) ++bits;
+      bytes[i] = static_cast<std::byte>(bits);
+      continue;
+    }
     if (e == Element::kF32) std::memcpy(bytes.data() + 4 * i, &values[i], 4);
     uint16_t narrow = e == Element::kBf16 ? from_float<Bf16>(values[i]).bits : from_float<F16>(values[i]).bits;
     if (e != Element::kF32) std::memcpy(bytes.data() + 2 * i, &narrow, 2);
@@ -32,6 +45,7 @@ std::vector<std::byte> encode(std::vector<float> const& values, Element e) {
 }
 
 float decode(std::vector<std::byte> const& bytes, size_t i, Element e) {
+  if (is_float8(e)) return to_float8(static_cast<uint8_t>(bytes[i]), e);
   if (e == Element::kF32) {
     float v;
     std::memcpy(&v, bytes.data() + 4 * i, 4);
@@ -61,7 +75,7 @@ class Product {
       for (float& v : x) v = draw();
       for (float& v : w) v = draw();
       x_.push_back(encode(x, spec.in));
-      w_.push_back(encode(w, spec.in));
+      w_.push_back(encode(w, of_w(spec.in)));
       y_.emplace_back(y_rows * g_.n * element_bytes(spec.out), std::byte{0xff});
       if (gathers_ && gather()) z_.push_back(x_.back());
       if (gathers_ && !gather()) {
@@ -74,8 +88,12 @@ class Product {
 
   CallSpec const& spec() const { return spec_; }
   Operands operands(uint32_t rank) {
-    return {x_[rank].data(), w_[rank].data(), y_[rank].data(), gathers_ && !gather() ? z_[rank].data() : nullptr,
-            gathers_ ? whole_[rank].data() : nullptr};
+    return {x_[rank].data(),
+            w_[rank].data(),
+            y_[rank].data(),
+            gathers_ && !gather() ? z_[rank].data() : nullptr,
+            gathers_ ? whole_[rank].data() : nullptr,
+            is_float8(spec_.in) ? &scale_ : nullptr};
   }
   std::vector<std::byte> const& y(uint32_t rank) const { return y_[rank]; }
 
@@ -109,6 +127,7 @@ class Product {
               size_t first = replicate() ? 0 : (size_t(b) * g_.ranks + r) * g_.m_shard;
               for (uint32_t q = 0; q < g_.ranks; ++q) add(q, first + i, q, j, want, size);
             }
+            if (is_float8(spec_.in)) want *= scale_;
             double error = std::abs(decode(y_[r], (size_t(b) * rows + i) * g_.n + j, spec_.out) - want);
             if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
           }
@@ -121,7 +140,7 @@ class Product {
   void add(uint32_t x_rank, size_t x_row, uint32_t w_rank, uint32_t col, double& sum, double& size) const {
     for (uint32_t p = 0; p < g_.k; ++p) {
       size_t at = spec_.transpose_w ? size_t(col) * g_.k + p : size_t(p) * g_.n + col;
-      double term = double(decode(x_[x_rank], x_row * g_.k + p, spec_.in)) * decode(w_[w_rank], at, spec_.in);
+      double term = double(decode(x_[x_rank], x_row * g_.k + p, spec_.in)) * decode(w_[w_rank], at, of_w(spec_.in));
       sum += term;
       size += std::abs(term);
     }
@@ -133,6 +152,7 @@ class Product {
     return engine() >> 8;
   }
 
+  float const scale_ = 0.25f;
   CallSpec spec_;
   Geometry g_;
   bool gathers_ = false;
@@ -174,12 +194,11 @@ struct Random {
 
 // A call of random shape and plan, small, with tails.
 CallSpec random_spec(Random& random, uint32_t ranks) {
-  static constexpr Element kTypes[][2] = {{Element::kBf16, Element::kBf16},
-                                          {Element::kBf16, Element::kF32},
-                                          {Element::kF16, Element::kF16},
-                                          {Element::kF16, Element::kF32},
-                                          {Element::kF32, Element::kF32}};
-  auto const& types = kTypes[random.below(5)];
+  static constexpr Element kTypes[][2] = {
+      {Element::kBf16, Element::kBf16}, {Element::kBf16, Element::kF32},  {Element::kF16, Element::kF16},
+      {Element::kF16, Element::kF32},   {Element::kF32, Element::kF32},   {Element::kE4m3, Element::kBf16},
+      {Element::kE4m3, Element::kF32},  {Element::kE5m2, Element::kBf16}, {Element::kE5m2, Element::kF32}};
+  auto const& types = kTypes[random.below(std::size(kTypes))];
   Op op = static_cast<Op>(random.below(3));
   uint32_t tile_m = random.upto(12), tile_n = random.upto(12);
   CallSpec spec{schedule::op_name(op),

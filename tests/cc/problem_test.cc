@@ -17,6 +17,9 @@ struct Call {
   Op op;
   std::vector<int64_t> x, w, y, z, gathered, groups = {0, 1, 2, 3};  // z and gathered: empty for none
   ffi::DataType x_type = ffi::F32, w_type = ffi::F32, y_type = ffi::F32, z_type = ffi::BF16, gathered_type = ffi::BF16;
+  bool scaled = false;  // has a scale, of this shape and type
+  std::vector<int64_t> scale;
+  ffi::DataType scale_type = ffi::F32;
   CallAttributes attributes{};
 
   explicit Call(Op op) : op(op) {
@@ -32,10 +35,20 @@ struct Call {
     attributes.groups = {groups.data(), groups.size()};
     XLA_FFI_Buffer xb = buffer(x, x_type), wb = buffer(w, w_type), yb = buffer(y, y_type);
     XLA_FFI_Buffer zb = buffer(z, z_type), gb = buffer(gathered, gathered_type);
-    Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}};
+    XLA_FFI_Buffer sb = buffer(scale, scale_type);
+    Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}, {}};
+    if (scaled) buffers.scale = ffi::AnyBuffer(&sb);
     if (!z.empty()) buffers.z = ffi::AnyBuffer(&zb);
     if (!gathered.empty()) buffers.gathered = ffi::AnyBuffer(&gb);
     return decode_problem(op, target, attributes, buffers);
+  }
+
+  Call& float8(ffi::DataType type) {
+    x_type = type;
+    w_type = ffi::F8E4M3FN;
+    y_type = ffi::BF16;
+    attributes.scaled = scaled = true;
+    return *this;
   }
 
   // With what it gathers: x, or z beside.
@@ -113,6 +126,8 @@ void gatherings_decode() {
   CHECK(z.batch == 3 && z.rows == 6 && z.row_bytes == 22 && z.block_rows == 4);
 }
 
+constexpr Op kOps[] = {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce};
+
 struct Fault {
   std::function<void(Call&)> spoil;
   std::vector<std::string> words;
@@ -179,6 +194,26 @@ void bad_calls_are_named() {
     for (Fault const& fault : faults) check_fault(Call(op), fault);
 }
 
+void float8_has_a_scale() {
+  for (Op op : kOps)
+    for (ffi::DataType type : {ffi::F8E4M3FN, ffi::F8E5M2}) {
+      auto problem = Call(op).float8(type).decode();
+      CHECK(problem.has_value() && problem->in == type && problem->out == ffi::BF16);
+    }
+  Fault const faults[] = {
+      {[](Call& c) { c.w_type = ffi::F8E5M2; }, {"w float8_e4m3fn"}},
+      {[](Call& c) { c.x_type = ffi::BF16; }, {"one dtype"}},
+      {[](Call& c) { c.scaled = false; }, {"scale", "attribute scaled is 1", "no scale"}},
+      {[](Call& c) { c.attributes.scaled = 0; }, {"scale", "attribute scaled is 0", "a scale"}},
+      {[](Call& c) { c.attributes.scaled = 2; }, {"attribute scaled is 2"}},
+      {[](Call& c) { c.scale = {2}; }, {"scale", "one float32"}},
+      {[](Call& c) { c.scale_type = ffi::BF16; }, {"scale", "one float32"}},
+  };
+  for (Op op : kOps)
+    for (Fault const& fault : faults) check_fault(Call(op).float8(ffi::F8E4M3FN), fault);
+  check_fault(Call(Op::kAllGatherMatmul), {[](Call& c) { c.attributes.scaled = c.scaled = true; }, {"others have none"}});
+}
+
 }  // namespace
 }  // namespace entwine
 
@@ -187,6 +222,7 @@ int main() {
   return check::run({{"good calls decode", good_calls_decode},
                      {"an all-reduce takes any rows", an_all_reduce_takes_any_rows},
                      {"bad calls are named", bad_calls_are_named},
+                     {"float8 has a scale", float8_has_a_scale},
                      {"gatherings decode", gatherings_decode},
                      {"bad gatherings are named", bad_gatherings_are_named}});
 }

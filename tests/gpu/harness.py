@@ -99,20 +99,20 @@ def put(value: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_callback(value.shape, NamedSharding(mesh, spec), lambda index: value[index])
 
 
-def integers(case: Case, ranks: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def integers(case: Case, ranks: int, seed: int, dtype: Any = jnp.bfloat16) -> tuple[np.ndarray, np.ndarray]:
     """x and w of -1, 0, 1, sparse enough that every sum and partial sum is an integer that bfloat16 holds."""
     x_rng, w_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
     x = x_rng.integers(-1, 2, case.x_shape(ranks), np.int8)
     w = w_rng.integers(-1, 2, case.w_shape(ranks), np.int8)
     w[w_rng.random(w.shape, np.float32) > min(1.0, 2000 / case.w_shape(ranks)[0])] = 0
-    return x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    return x.astype(dtype), w.astype(dtype)
 
 
-def gaussians(case: Case, ranks: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def gaussians(case: Case, ranks: int, seed: int, dtype: Any = jnp.bfloat16) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(case.x_shape(ranks), np.float32)
     w = rng.standard_normal(case.w_shape(ranks), np.float32) * case.k**-0.5
-    return x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    return x.astype(dtype), w.astype(dtype)
 
 
 def exact_product(case: Case, ranks: int, x: np.ndarray, w: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-// 8x8 matrices of 16-bit elements between registers and shared memory, and bf16 pairs.
+// 8x8 matrices of 16-bit elements between registers and shared memory, and pairs of such elements.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,46 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) 
                : "memory");
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
+// Two elements in one register.
+struct Bf16Pair {
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t packed) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+  }
+  static __device__ __forceinline__ void add(float& low, float& high, uint32_t packed) {
+    low += __uint_as_float(packed << 16);
+    high += __uint_as_float(packed & 0xffff0000u);
+  }
+};
 
-__device__ __forceinline__ void add_bf16_pair(float& low, float& high, uint32_t packed) {
-  low += __uint_as_float(packed << 16);
-  high += __uint_as_float(packed & 0xffff0000u);
-}
+struct F16Pair {
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t packed) {
+    float2 pair;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(packed));
+    return pair;
+  }
+  static __device__ __forceinline__ void add(float& low, float& high, uint32_t packed) {
+    float2 pair = unpack(packed);
+    low += pair.x;
+    high += pair.y;
+  }
+};
 
 __device__ __forceinline__ void store_shared_f32x2(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");

@@ -1,17 +1,19 @@
 // Compile-time shape of a kernel and its shared memory.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
+#include <type_traits>
 
+#include "kernel/operands.h"
+#include "kernel/ptx/matrix.cuh"
 #include "kernel/sm90/arena_view.cuh"
 #include "kernel/sm90/params.h"
 #include "kernel/sm90/shape.h"
 
 namespace entwine::sm90 {
 
-template <schedule::Op kOp_, uint32_t kTileM_, uint32_t kTileN_, bool kTransposedW_, typename Out_, bool kTraced_>
+template <schedule::Op kOp_, uint32_t kTileM_, uint32_t kTileN_, Operands kOperands_, bool kTransposedW_, bool kFloatOut_,
+          bool kTraced_>
 struct Config {
   static constexpr schedule::Op kOp = kOp_;
   static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul;
@@ -23,17 +25,22 @@ struct Config {
   static_assert(kStacked || kCtaM == 64, "a consumer has 64 rows");
   static constexpr uint32_t kConsumerN = kStacked ? kTileN : kTileN / kConsumers;
   static constexpr int kAccumulators = kConsumerN / 2;  // of a thread
-  static constexpr bool kTransposedW = kTransposedW_;   // w is stored (n, k)
-  using Out = Out_;
-  static constexpr bool kTraced = kTraced_;  // takes notes: tracer.cuh
-  static constexpr bool kFloatOut = sizeof(Out) == 4;
+  static constexpr Operands kOperands = kOperands_;
+  static constexpr bool kFloat8 = is_float8(kOperands);
+  static constexpr uint32_t kBlockK = kBlockBytes / operand_bytes(kOperands);
+  static constexpr bool kTransposedW = kTransposedW_;  // w is stored (n, k)
+  static_assert(kTransposedW || !kFloat8, "8-bit operands are contiguous in k");
+  static constexpr bool kFloatOut = kFloatOut_;
+  using Pair =
+      std::conditional_t<kOperands == Operands::kF16, ptx::F16Pair, ptx::Bf16Pair>;  // of the result, if it isn't float32
+  static constexpr bool kTraced = kTraced_;                                          // takes notes: tracer.cuh
 
   // Large tiles: three stages are as fast as four. The rest of shared memory holds partials in flight, the pusher's or the
   // collector's ring. Small tiles wait for memory rather than for the tensor cores: the more bytes in flight the better.
   static constexpr int kStages = kStacked ? (kTileN == 256 ? 3 : 4) : (kGather ? 6 : 7);
-  static constexpr int kABytes = kCtaM * kBlockK * 2, kBBytes = kTileN * kBlockK * 2, kStageBytes = kABytes + kBBytes;
+  static constexpr int kABytes = kCtaM * kBlockBytes, kBBytes = kTileN * kBlockBytes, kStageBytes = kABytes + kBBytes;
   static constexpr int kBuffers = kGather || !kStacked ? 2 : 4;  // C buffers of a warpgroup
-  static constexpr int kImageCols = 128 / static_cast<int>(sizeof(Out));
+  static constexpr int kImageCols = kFloatOut ? 32 : 64;
   static constexpr int kImages = kConsumerN / kImageCols;  // images in a warpgroup's part of a tile
   static constexpr int kPartBytes = kImages * kImageBytes;
   static constexpr int kPieces = kGather ? 6 : 2;  // pieces in that ring

@@ -38,7 +38,7 @@ struct Image {
         uint32_t r[4];
         ptx::ldmatrix_x4(address(image, j, 0, warp, lane), r);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::add_bf16_pair(acc[j * 8 + i * 2], acc[j * 8 + i * 2 + 1], r[i]);
+        for (int i = 0; i < 4; ++i) C::Pair::add(acc[j * 8 + i * 2], acc[j * 8 + i * 2 + 1], r[i]);
       }
     }
   }
@@ -54,15 +54,15 @@ struct Image {
 #pragma unroll
       for (int j = 0; j < kValues / 8; ++j) {
         float const* d = acc + j * 8;
-        ptx::stmatrix_x4(address(image, j, 0, warp, lane), ptx::pack_bf16(d[0], d[1]), ptx::pack_bf16(d[2], d[3]),
-                         ptx::pack_bf16(d[4], d[5]), ptx::pack_bf16(d[6], d[7]));
+        ptx::stmatrix_x4(address(image, j, 0, warp, lane), C::Pair::pack(d[0], d[1]), C::Pair::pack(d[2], d[3]),
+                         C::Pair::pack(d[4], d[5]), C::Pair::pack(d[6], d[7]));
       }
     }
   }
 
  private:
-  // bf16: the 16-byte row of matrix pair j that this lane names to ldmatrix/stmatrix. float32: this lane's two values of column
-  // group j, in the upper (h 0) or lower (h 1) eight rows.
+  // 16 bits: the 16-byte row of matrix pair j that this lane names to ldmatrix/stmatrix. float32: this lane's two values of
+  // column group j, in the upper (h 0) or lower (h 1) eight rows.
   static __device__ __forceinline__ uint32_t address(uint32_t image, int j, int h, uint32_t warp, uint32_t lane) {
     uint32_t row, chunk, rest;
     if constexpr (C::kFloatOut) {
@@ -96,12 +96,13 @@ class Consumer {
       ptx::wgmma_wait<0>();
       pin(acc_);
       release(before(stage_));
+      if constexpr (C::kFloat8) scale();
       store(!C::kGather && unpack_tile(packed).owner == cta_.params.rank);
     }
   }
 
  private:
-  static constexpr int kStepA = 32 >> 4, kStepB = (C::kTransposedW ? 32 : 2048) >> 4;  // 16 in k, in units of descriptors
+  static constexpr int kStepA = 32 >> 4, kStepB = (C::kTransposedW ? 32 : 2048) >> 4;  // 32 bytes of k, in units of descriptors
   static constexpr int kTransposeB = C::kTransposedW ? 0 : 1;
 
   __device__ __forceinline__ uint32_t take() {
@@ -112,11 +113,11 @@ class Consumer {
   }
 
   __device__ __forceinline__ uint64_t x_of(uint32_t stage) const {
-    return ptx::wgmma_descriptor(cta_.shared.a(stage) + (C::kStacked ? index_ * 64 * kBlockK * 2 : 0), 16, 1024);
+    return ptx::wgmma_descriptor(cta_.shared.a(stage) + (C::kStacked ? index_ * 64 * kBlockBytes : 0), 16, 1024);
   }
   // w as (k, n): panels of 64 columns, 8 KB apart; as (n, k): rows of 128 bytes.
   __device__ __forceinline__ uint64_t w_of(uint32_t stage) const {
-    return ptx::wgmma_descriptor(cta_.shared.b(stage) + (C::kStacked ? 0 : index_ * C::kConsumerN * kBlockK * 2),
+    return ptx::wgmma_descriptor(cta_.shared.b(stage) + (C::kStacked ? 0 : index_ * C::kConsumerN * kBlockBytes),
                                  C::kTransposedW ? 16 : kImageBytes, 1024);
   }
 
@@ -127,9 +128,15 @@ class Consumer {
     pin(acc_);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
-      ptx::wgmma_k16<kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
+    for (int i = 0; i < static_cast<int>(kBlockBytes) / 32; ++i)
+      ptx::wgmma_step<C::kOperands, kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
     ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void scale() {
+    float factor = __ldg(cta_.params.scale);
+#pragma unroll
+    for (float& value : acc_) value *= factor;
   }
 
   // Adds what has to be added and hands the tile to the storer, image by image.

@@ -1,22 +1,26 @@
 // Compile-time shape of a kernel for few rows, and what each role of a CTA knows.
 #pragma once
 
-#include <cuda_bf16.h>
+#include <type_traits>
 
+#include "kernel/operands.h"
+#include "kernel/ptx/matrix.cuh"
 #include "kernel/sm90/arena_view.cuh"
 #include "kernel/sm90/few_rows_params.h"
 #include "kernel/sm90/shape.h"
 
 namespace entwine::sm90 {
 
-template <schedule::Op kOp_, uint32_t kRows_, bool kTransposedW_, typename Out_>
+template <schedule::Op kOp_, uint32_t kRows_, Operands kOperands_, bool kTransposedW_, bool kFloatOut_>
 struct FewRowsConfig {
   static constexpr schedule::Op kOp = kOp_;
   static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul, kScatter = kOp == schedule::Op::kMatmulReduceScatter;
   static constexpr uint32_t kRows = kRows_;  // room for them
+  static constexpr Operands kOperands = kOperands_;
   static constexpr bool kTransposedW = kTransposedW_;
-  using Out = Out_;
-  static constexpr bool kFloatOut = sizeof(Out) == 4;
+  static constexpr bool kFloatOut = kFloatOut_;
+  using Pair =
+      std::conditional_t<kOperands == Operands::kF16, ptx::F16Pair, ptx::Bf16Pair>;  // of the result, if it isn't float32
 
   static constexpr uint32_t kTileN = schedule::kFewRowsTileN, kConsumerThreads = kConsumers * 128;
   static constexpr uint32_t kWBytes = kTileN * kBlockK * 2, kXBytes = kRows * kBlockK * 2, kStageBytes = kWBytes + kXBytes;

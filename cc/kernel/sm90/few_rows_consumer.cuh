@@ -56,7 +56,8 @@ class FewRowsConsumer {
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
-        ptx::wgmma_k16<0, C::kTransposedW ? 0 : 1>(acc_, w + i * ((C::kTransposedW ? 32 : 2048) >> 4), x + i * (32 >> 4), true);
+        ptx::wgmma_step<C::kOperands, 0, C::kTransposedW ? 0 : 1>(acc_, w + i * ((C::kTransposedW ? 32 : 2048) >> 4),
+                                                                  x + i * (32 >> 4), true);
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       pin();
@@ -175,17 +176,20 @@ class FewRowsConsumer {
   }
 
   __device__ __forceinline__ uint64_t offset(uint32_t row, uint32_t column) const {
-    return (uint64_t(row) * cta_.params.shape.n + column) * sizeof(typename C::Out);
+    return (uint64_t(row) * cta_.params.shape.n + column) * (C::kFloatOut ? 4 : 2);
   }
   __device__ __forceinline__ void store(uint8_t* to, uint32_t row, uint32_t column, float4 v) const {
     if constexpr (C::kFloatOut)
       *reinterpret_cast<float4*>(to + offset(row, column)) = v;
     else
-      *reinterpret_cast<uint2*>(to + offset(row, column)) = make_uint2(ptx::pack_bf16(v.x, v.y), ptx::pack_bf16(v.z, v.w));
+      *reinterpret_cast<uint2*>(to + offset(row, column)) = packed(v);
+  }
+  static __device__ __forceinline__ uint2 packed(float4 v) {
+    return make_uint2(C::Pair::pack(v.x, v.y), C::Pair::pack(v.z, v.w));
   }
   static __device__ __forceinline__ float4 unpacked(uint2 bits) {
-    return make_float4(__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
-                       __uint_as_float(bits.y & 0xffff0000u));
+    float2 low = C::Pair::unpack(bits.x), high = C::Pair::unpack(bits.y);
+    return make_float4(low.x, low.y, high.x, high.y);
   }
   // What a peer has written; not from L1.
   __device__ __forceinline__ float4 load(uint8_t const* from, uint32_t row, uint32_t column) const {
@@ -198,7 +202,7 @@ class FewRowsConsumer {
     if constexpr (C::kFloatOut)
       return v;
     else
-      return unpacked(make_uint2(ptx::pack_bf16(v.x, v.y), ptx::pack_bf16(v.z, v.w)));
+      return unpacked(packed(v));
   }
 
   // One piece of one slice of the own chunk, 16 bytes a thread at a time; k is a multiple of 8.

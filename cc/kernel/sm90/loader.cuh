@@ -43,18 +43,18 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
       ptx::mbarrier_wait(shared.empty(stage), phase);
       if (k == 0) trace.mark(schedule::Mark::kFirstLoad, packed);
       ptx::mbarrier_arrive_expect(shared.full(stage), C::kStageBytes);
-      ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), k * kBlockK, row, third, fourth);
+      ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), k * C::kBlockK, row, third, fourth);
       // Each CTA loads half of w's tile for both.
       constexpr uint16_t kBoth = 3;
       if constexpr (C::kTransposedW) {
         uint32_t half = cta.rank_in_cluster * (C::kTileN / 2);
-        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockK * 2, shared.full(stage), k * kBlockK,
+        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockBytes, shared.full(stage), k * C::kBlockK,
                          tile.col * C::kTileN + half, kBoth);
       } else {
         constexpr uint32_t kPanels = C::kTileN / 128;  // of 64 columns
         for (uint32_t panel = cta.rank_in_cluster * kPanels; panel < (cta.rank_in_cluster + 1) * kPanels; ++panel)
           ptx::tma_load_2d(&p.w, shared.b(stage) + panel * kImageBytes, shared.full(stage), tile.col * C::kTileN + panel * 64,
-                           k * kBlockK, kBoth);
+                           k * C::kBlockK, kBoth);
       }
       if (++stage == C::kStages) {
         stage = 0;

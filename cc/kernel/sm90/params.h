@@ -44,7 +44,7 @@ struct Params {
   schedule::Raster raster;  // of one chunk, in cluster tiles
   uint32_t ranks, rank;
   uint32_t row_blocks;  // row blocks of a chunk in one batch
-  uint32_t k_blocks;    // of 64
+  uint32_t k_blocks;    // of 128 bytes
   uint32_t clusters;    // launched
   uint32_t last;        // the position of the launch's last claim: every cluster's last one finds no tile
 
@@ -67,6 +67,8 @@ struct Params {
 
   schedule::TraceEvent* trace;  // traced kernels: [CTA][writer][trace_capacity], zeroed
   uint32_t trace_capacity;
+
+  float const* scale;  // 8-bit operands: what their product is multiplied by, before it is rounded
 
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return last; }
 };

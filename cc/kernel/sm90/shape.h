@@ -6,7 +6,9 @@
 namespace entwine::sm90 {
 
 // A cluster is two CTAs stacked along m, sharing the columns of w by TMA multicast. Its tile: schedule/plan.h, kSm90Tiles.
-constexpr uint32_t kCtas = 2, kBlockK = 64;
+constexpr uint32_t kCtas = 2;
+constexpr uint32_t kBlockBytes = 128;  // of k a stage has so much, and kBlockK 16-bit elements
+constexpr uint32_t kBlockK = kBlockBytes / 2;
 constexpr uint32_t kThreads = 384;                                 // one warpgroup of single-thread roles, two of consumers
 constexpr uint32_t kConsumers = 2;                                 // warpgroups
 constexpr uint32_t kRoleRegisters = 56, kConsumerRegisters = 224;  // 40 and 232 spill in the storer

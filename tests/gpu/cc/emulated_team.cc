@@ -22,10 +22,10 @@ constexpr int kPoison = 0xff;
 // All ranks' kernels are resident at once, and something is left for the tests' own small kernels.
 constexpr uint32_t kSpareMultiprocessors = 4;
 
-schedule::Gathering gathering_of(Op op, schedule::Geometry const& geometry, bool gathers) {
-  if (op != Op::kAllGatherMatmul && !gathers) return {};
-  Chunk chunk = chunk_of(op, geometry);
-  return {chunk.batch, chunk.rows, uint64_t{chunk.cols} * 2, geometry.tile_m};
+schedule::Gathering gathering_of(Variant const& v, schedule::Geometry const& geometry) {
+  if (v.op != Op::kAllGatherMatmul && !v.gathers) return {};
+  Chunk chunk = chunk_of(v.op, geometry);
+  return {chunk.batch, chunk.rows, uint64_t{chunk.cols} * v.element_bytes(), geometry.tile_m};
 }
 
 }  // namespace
@@ -34,7 +34,9 @@ std::string to_string(Variant const& v) {
   bool gather = v.op == Op::kAllGatherMatmul;
   std::string text = schedule::op_name(v.op);
   if (!gather) text += v.transport == Transport::kPull ? " pull" : " push";
-  text += v.float_out ? " to float32" : " to bfloat16";
+  constexpr char const* kNames[] = {", bfloat16", ", float16", ", e4m3", ", e5m2"};
+  text += kNames[static_cast<uint32_t>(v.operands)];
+  if (v.float_out) text += " to float32";
   if (v.transposed_w) text += ", w transposed";
   if (v.few_rows) return text + ", few rows";
   if (v.gathers) text += gather ? ", x gathered" : ", gathering beside";
@@ -96,7 +98,7 @@ uint8_t* Pool::take(uint64_t bytes) {
   return taken;
 }
 
-EmulatedTeam::EmulatedTeam(uint32_t ranks, int devices, schedule::ArenaLayout const& layout, uint64_t pool_bytes)
+EmulatedTeam::EmulatedTeam(uint32_t ranks, int devices, schedule::ArenaLayout const& layout, uint64_t pool_bytes, float scale)
     : layout_(layout) {
   CHECK_CUDA(cudaSetDevice(0));
   stuck_ = team::stuck_report();
@@ -109,6 +111,8 @@ EmulatedTeam::EmulatedTeam(uint32_t ranks, int devices, schedule::ArenaLayout co
     CHECK_CUDA(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
     CHECK_CUDA(cudaStreamCreateWithFlags(&rank.probe, cudaStreamNonBlocking));
     CHECK_CUDA(cudaMalloc(&rank.arena, layout_.bytes()));
+    CHECK_CUDA(cudaMalloc(&rank.scale, sizeof(float)));
+    CHECK_CUDA(cudaMemcpy(rank.scale, &scale, sizeof scale, cudaMemcpyHostToDevice));
     rank.pool.allocate(pool_bytes);
     int multiprocessors = 0;
     CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, rank.device));
@@ -125,6 +129,7 @@ EmulatedTeam::~EmulatedTeam() {
     CHECK_CUDA(cudaStreamDestroy(rank.stream));
     CHECK_CUDA(cudaStreamDestroy(rank.probe));
     CHECK_CUDA(cudaFree(rank.arena));
+    CHECK_CUDA(cudaFree(rank.scale));
     rank.pool.free();
   });
 }
@@ -163,7 +168,8 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   sm90::Call call{};
   call.op = variant.op;
   call.geometry = tiled(geometry, variant);
-  call.plan = schedule::make_plan(variant.op, schedule::Target::kSm90, geometry, variant.float_out ? 4 : 2);
+  call.plan =
+      schedule::make_plan(variant.op, schedule::Target::kSm90, geometry, variant.float_out ? 4 : 2, variant.element_bytes());
   call.plan.tile_m = variant.tile.m;
   call.plan.tile_n = variant.tile.n;
   call.plan.form = form_of(variant, geometry);
@@ -171,12 +177,14 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.plan.transport = variant.transport;
   call.plan.pushers = variant.pushers;
   if (variant.pushers == 1) call.plan.copiers = 1;
+  call.operands = variant.operands;
   call.transposed_w = variant.transposed_w;
   call.float_out = variant.float_out;
   call.x = x;
   call.w = w;
   call.y = y;
-  call.gathering = gathering_of(variant.op, call.geometry, variant.gathers);
+  if (is_float8(variant.operands)) call.scale = rank.scale;
+  call.gathering = gathering_of(variant, call.geometry);
   if (variant.gathers) {
     call.z = variant.op == Op::kAllGatherMatmul ? nullptr : z;
     call.gathered = gathered;
@@ -241,13 +249,14 @@ void EmulatedTeam::describe() const {
 }
 
 schedule::Form form_of(Variant const& v, schedule::Geometry const& geometry) {
-  return v.few_rows && schedule::are_few_rows(v.op, geometry) ? schedule::Form::kFewRows : schedule::Form::kTiles;
+  return v.few_rows && !is_float8(v.operands) && schedule::are_few_rows(v.op, geometry) ? schedule::Form::kFewRows
+                                                                                        : schedule::Form::kTiles;
 }
 
 schedule::ArenaDemand demand_of(Variant const& v, schedule::Geometry const& geometry) {
-  uint32_t element_bytes = v.op != Op::kAllGatherMatmul && v.float_out ? 4 : 2;
+  uint32_t element_bytes = v.op == Op::kAllGatherMatmul ? v.element_bytes() : v.float_out ? 4 : 2;
   return schedule::call_demand(v.op, form_of(v, geometry), geometry, schedule::kSm90Parts, element_bytes,
-                               gathering_of(v.op, geometry, v.gathers));
+                               gathering_of(v, geometry));
 }
 
 }  // namespace teams

@@ -21,6 +21,8 @@ struct Variant {
   entwine::schedule::TileShape tile;
   bool few_rows = false;  // where the rows are few, else tiles
   bool gathers = false;   // tiles: returns all of x (all-gather), or of another array that it gathers beside (reduce-scatter)
+  entwine::Operands operands = entwine::Operands::kBf16;
+  uint32_t element_bytes() const { return entwine::operand_bytes(operands); }  // of x
 };
 std::string to_string(Variant const& variant);
 std::string to_string(entwine::schedule::Geometry const& geometry);
@@ -51,6 +53,7 @@ struct Rank {
   int device;
   cudaStream_t stream, probe;  // `probe` is for looking at a rank that hangs
   uint8_t* arena;
+  float* scale;  // of 8-bit operands
   Pool pool;
   uint32_t multiprocessors;  // its share of the device
   uint32_t epoch;            // of its next call
@@ -59,7 +62,7 @@ struct Rank {
 class EmulatedTeam {
  public:
   // start_epochs() comes next.
-  EmulatedTeam(uint32_t ranks, int devices, entwine::schedule::ArenaLayout const& layout, uint64_t pool_bytes);
+  EmulatedTeam(uint32_t ranks, int devices, entwine::schedule::ArenaLayout const& layout, uint64_t pool_bytes, float scale);
   ~EmulatedTeam();
   EmulatedTeam(EmulatedTeam const&) = delete;
   EmulatedTeam& operator=(EmulatedTeam const&) = delete;
@@ -99,7 +102,7 @@ class EmulatedTeam {
   std::vector<uint8_t*> arenas_;
 };
 
-// A rank's chunk of what a call gathers: bf16.
+// A rank's chunk of what a call gathers: of the operands' type.
 struct Chunk {
   uint32_t batch, rows, cols;
   ENTWINE_HOST_DEVICE uint32_t elements() const { return batch * rows * cols; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -11,9 +12,9 @@
 
 namespace teams {
 
+using entwine::Operands;
 using entwine::schedule::Geometry;
 using entwine::schedule::Op;
-using bf16 = __nv_bfloat16;
 
 // -1, 0 or 1.
 ENTWINE_HOST_DEVICE int element(uint32_t seed, uint32_t index) {
@@ -57,7 +58,7 @@ ENTWINE_HOST_DEVICE int product(Question const& q, uint32_t x_rank, uint32_t row
   return sum;
 }
 
-// Partial sums travel in the result's type. Sums of some hundred such terms are far below 256, up to which bf16 holds integers;
+// Partial sums travel in the result's type. Sums of some hundred such terms are far below 256, up to which any holds integers;
 // one that isn't would make the expectation wrong, so it gives what no kernel can.
 constexpr int kExact = 256;
 constexpr float kNoExpectation = 1e30f;
@@ -84,15 +85,29 @@ ENTWINE_HOST_DEVICE float expected(Question const& q, uint32_t index) {
 __device__ __forceinline__ uint32_t first_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ uint32_t index_step() { return gridDim.x * blockDim.x; }
 
-static __global__ void fill_x(bf16* x, uint32_t count, uint32_t seed) {
-  for (uint32_t i = first_index(); i < count; i += index_step()) x[i] = __int2bfloat16_rn(element(seed, i));
+// The scale of 8-bit operands.
+constexpr float kScale = 0.25f;
+
+// Element `i` of an array of elements of the type that x has: -1, 0 or 1.
+__device__ __forceinline__ void put(uint8_t* to, Operands type, uint32_t i, int value) {
+  if (is_float8(type)) {
+    uint8_t one = type == Operands::kE5m2 ? 0x3c : 0x38;
+    to[i] = value == 0 ? 0 : value < 0 ? 0x80 | one : one;
+  } else {
+    uint16_t one = type == Operands::kF16 ? 0x3c00 : 0x3f80;
+    reinterpret_cast<uint16_t*>(to)[i] = value == 0 ? 0 : value < 0 ? 0x8000 | one : one;
+  }
+}
+
+static __global__ void fill_x(uint8_t* x, Operands operands, uint32_t count, uint32_t seed) {
+  for (uint32_t i = first_index(); i < count; i += index_step()) put(x, operands, i, element(seed, i));
 }
 
 // w as (k, n), or as (n, k).
-static __global__ void fill_w(bf16* w, uint32_t n, uint32_t k, bool transposed, uint32_t seed) {
+static __global__ void fill_w(uint8_t* w, Operands operands, uint32_t n, uint32_t k, bool transposed, uint32_t seed) {
   for (uint32_t i = first_index(); i < n * k; i += index_step()) {
     uint32_t row = i / n, col = i - row * n;
-    w[transposed ? col * k + row : i] = __int2bfloat16_rn(element(seed, i));
+    put(w, operands == Operands::kE5m2 ? Operands::kE4m3 : operands, transposed ? col * k + row : i, element(seed, i));
   }
 }
 
@@ -120,16 +135,27 @@ struct Verdict {
   unsigned long long bad, got, want;
 };
 
-__device__ __forceinline__ uint32_t bits_of(float value, uint32_t) { return __float_as_uint(value); }
-__device__ __forceinline__ uint32_t bits_of(float value, uint16_t) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
+enum class Result : uint8_t { kBf16, kF16, kFloat32, kE4m3, kE5m2 };
 
-// Bit for bit, but for the sign of a zero. Bits is uint32_t for float32, uint16_t for bf16.
+__device__ __forceinline__ uint32_t bits_of(float value, Result result) {
+  if (result == Result::kFloat32) return __float_as_uint(value);
+  if (result == Result::kE4m3 || result == Result::kE5m2) {  // -1, 0 and 1
+    uint32_t one = result == Result::kE5m2 ? 0x3c : 0x38;
+    return value == 0 ? 0 : value < 0 ? 0x80 | one : one;
+  }
+  return result == Result::kF16 ? __half_as_ushort(__float2half_rn(value)) : __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+// Bit for bit, but for the sign of a zero; `want` times `scale`. Bits is uint32_t for float32, uint16_t for 16-bit types,
+// uint8_t for those of 8.
 template <typename Bits>
-static __global__ void compare(Bits const* guarded, float const* want, uint32_t count, Verdict* verdict) {
+static __global__ void compare(Bits const* guarded, float const* want, uint32_t count, Result result, float scale,
+                               Verdict* verdict) {
   constexpr uint32_t kGuard = kGuardBytes / sizeof(Bits);
   for (uint32_t i = first_index(); i < count + 2 * kGuard; i += index_step()) {
     bool inside = i >= kGuard && i < kGuard + count;
-    uint32_t got = guarded[i], right = inside ? bits_of(want[i - kGuard], Bits()) : uint32_t{static_cast<Bits>(~Bits())};
+    uint32_t got = guarded[i],
+             right = inside ? bits_of(want[i - kGuard] * scale, result) : uint32_t{static_cast<Bits>(~Bits())};
     if (inside && got == 1u << (8 * sizeof(Bits) - 1)) got = 0;
     if (got == right) continue;
     unsigned long long position = static_cast<unsigned long long>(~i) << 32;

@@ -9,6 +9,7 @@
 // Exit status: 0 all passed, 1 something failed, 2 no GPU that can run this, 3 a hang.
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -58,26 +59,50 @@ Guarded take_y(Pool& pool, Op op, Geometry const& g, bool float_out) {
 
 // What a call gathers, and what must come of it.
 struct Gathered {
-  bf16* z;
+  uint8_t* z;
   Guarded whole;
 };
 
-Gathered take_gathered(Pool& pool, Chunk const& chunk, uint32_t ranks) {
-  auto* z = reinterpret_cast<bf16*>(pool.take(uint64_t{chunk.elements()} * 2));
-  uint64_t bytes = uint64_t{chunk.elements()} * ranks * 2 + 2 * kGuardBytes;
+Gathered take_gathered(Pool& pool, Chunk const& chunk, uint32_t ranks, Operands operands) {
+  uint64_t chunk_bytes = uint64_t{chunk.elements()} * operand_bytes(operands);
+  uint8_t* z = pool.take(chunk_bytes);
+  uint64_t bytes = chunk_bytes * ranks + 2 * kGuardBytes;
   return {z, {pool.take(bytes), bytes}};
 }
 
-void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, bool float_out, Verdict* verdict) {
-  if (float_out)
-    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, count, verdict);
+Result gathered_of(Variant const& v) {
+  constexpr Result kResults[] = {Result::kBf16, Result::kF16, Result::kE4m3, Result::kE5m2};
+  return kResults[static_cast<uint32_t>(v.operands)];
+}
+Result result_of(Variant const& v) {
+  if (v.float_out) return Result::kFloat32;
+  return v.operands == Operands::kF16 ? Result::kF16 : Result::kBf16;
+}
+float scale_of(Variant const& v) { return is_float8(v.operands) ? kScale : 1; }
+uint32_t bytes_of(Result result) {
+  return result == Result::kFloat32 ? 4 : result == Result::kE4m3 || result == Result::kE5m2 ? 1 : 2;
+}
+// Rows of x are a multiple of 16 bytes. Shapes that 8-bit operands can have are for these alone: exact_shapes().
+bool meant_for(Variant const& v, Geometry const& g) { return (g.k % 16 == 0) == is_float8(v.operands); }
+
+void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, Result result, float scale,
+                     Verdict* verdict) {
+  if (result == Result::kFloat32)
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, count, result,
+                                                             scale, verdict);
+  else if (bytes_of(result) == 1)
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(y.begin, want, count, result, scale, verdict);
   else
-    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, count, verdict);
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, count, result,
+                                                             scale, verdict);
   CHECK_CUDA(cudaGetLastError());
 }
 
-float value_of(uint32_t bits, bool float_out) {
-  if (!float_out) bits <<= 16;
+float value_of(uint32_t bits, Result result) {
+  if (result == Result::kE5m2) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits << 8)));
+  if (result == Result::kE4m3) return bits == 0 ? 0.0f : bits == 0x38 ? 1.0f : bits == 0xb8 ? -1.0f : NAN;  // all there is
+  if (result == Result::kF16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  if (result == Result::kBf16) bits <<= 16;
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
@@ -87,13 +112,14 @@ float value_of(uint32_t bits, bool float_out) {
 std::string gathered_fault_of(Verdict const& verdict, uint32_t rank, Geometry const& g, Variant const& v) {
   if (verdict.bad == 0) return "";
   Chunk chunk = chunk_of(v.op, g);
-  int64_t index = static_cast<int64_t>(~static_cast<uint32_t>(verdict.got >> 32)) - kGuardBytes / 2;
+  int64_t index = static_cast<int64_t>(~static_cast<uint32_t>(verdict.got >> 32)) - kGuardBytes / bytes_of(gathered_of(v));
   int64_t row = index / chunk.cols, part = row / chunk.rows;
   char first[160];
-  std::snprintf(first, sizeof first, "gathered[%d, rank %d, row %d, %d] is %g (%#x), should be %g",
-                static_cast<int>(part / g.ranks), static_cast<int>(part % g.ranks), static_cast<int>(row % chunk.rows),
-                static_cast<int>(index % chunk.cols), static_cast<double>(value_of(static_cast<uint32_t>(verdict.got), false)),
-                static_cast<uint32_t>(verdict.got), static_cast<double>(value_of(static_cast<uint32_t>(verdict.want), false)));
+  std::snprintf(
+      first, sizeof first, "gathered[%d, rank %d, row %d, %d] is %g (%#x), should be %g", static_cast<int>(part / g.ranks),
+      static_cast<int>(part % g.ranks), static_cast<int>(row % chunk.rows), static_cast<int>(index % chunk.cols),
+      static_cast<double>(value_of(static_cast<uint32_t>(verdict.got), gathered_of(v))), static_cast<uint32_t>(verdict.got),
+      static_cast<double>(value_of(static_cast<uint32_t>(verdict.want), gathered_of(v))));
   return to_string(v) + ", " + to_string(g) + ", rank " + std::to_string(rank) + ": " + first + ", the first of " +
          std::to_string(verdict.bad);
 }
@@ -109,8 +135,8 @@ std::string fault_of(Verdict const& verdict, uint32_t rank, Geometry const& g, V
     std::snprintf(first, sizeof first, "y overrun at element %d of %u, now %#x", static_cast<int>(index), count, got);
   else
     std::snprintf(first, sizeof first, "y[%u, %u, %u] is %g (%#x), should be %g (%#x)", index / g.n / rows, index / g.n % rows,
-                  index % g.n, static_cast<double>(value_of(got, v.float_out)), got,
-                  static_cast<double>(value_of(want, v.float_out)), want);
+                  index % g.n, static_cast<double>(value_of(got, result_of(v))), got,
+                  static_cast<double>(value_of(want, result_of(v))), want);
   return to_string(v) + ", " + to_string(g) + ", rank " + std::to_string(rank) + ": " + first + ", the first of " +
          std::to_string(verdict.bad);
 }
@@ -125,6 +151,10 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
     for (uint32_t m_shard : kRows)
       for (uint32_t n : kColumns)
         for (uint32_t k : kDepths) shapes.push_back(geometry_of(ranks, batch, m_shard, n, k));
+  // For operands of 8 bits, whose rows must be a multiple of 16 long.
+  for (uint32_t m_shard : kRows)
+    for (uint32_t n : kColumns)
+      for (uint32_t k : {16u, 144u, 528u}) shapes.push_back(geometry_of(ranks, m_shard == 129 ? 3 : 1, m_shard, n, k));
   // Deep enough for few rows to be cut into up to eight slices, the last of which is short.
   for (uint32_t m_shard : {2u, 13u, 31u})
     for (uint32_t n : {136u, 1160u})
@@ -144,9 +174,12 @@ constexpr char const* kFamilies[] = {"all_gather_matmul",
                                      "matmul_all_reduce few rows",
                                      "all_gather_matmul with the gathered x",
                                      "matmul_reduce_scatter pull gathering beside",
-                                     "matmul_reduce_scatter push gathering beside"};
+                                     "matmul_reduce_scatter push gathering beside",
+                                     "float16",
+                                     "float8"};
 constexpr uint32_t kFamilyCount = std::size(kFamilies);
 uint32_t family_of(Variant const& v) {
+  if (v.operands != Operands::kBf16) return is_float8(v.operands) ? 12 : 11;
   if (v.few_rows) return 5 + static_cast<uint32_t>(v.op);
   if (v.op == Op::kAllGatherMatmul) return v.gathers ? 8 : 0;
   if (v.gathers) return 9 + (v.transport == Transport::kPush);
@@ -182,17 +215,41 @@ std::vector<Variant> exact_variants() {
                 {Op::kMatmulReduceScatter, transport, transposed_w, float_out, kLeads[2], pushers, tile, false, true});
         }
       }
+  // What doesn't depend on the type of operands has been looked at: each kernel once, and what is gathered.
+  for (bool transposed_w : {false, true})
+    for (bool float_out : {false, true})
+      for (Op op : kOps) {
+        Transport transport = transposed_w ? Transport::kPull : Transport::kPush;
+        Variant few{op, transport, transposed_w, float_out, kLeads[2], kPushers[1], schedule::kSm90Tiles[0], true};
+        few.operands = Operands::kF16;
+        variants.push_back(few);
+        for (schedule::TileShape tile : schedule::kSm90Tiles) {
+          Variant tiles = few;
+          tiles.few_rows = false;
+          tiles.tile = tile;
+          tiles.gathers = float_out && op != Op::kMatmulAllReduce;
+          variants.push_back(tiles);
+          if (!transposed_w) continue;
+          for (Operands operands : {Operands::kE4m3, Operands::kE5m2}) {
+            tiles.operands = operands;
+            tiles.transport = operands == Operands::kE4m3 ? Transport::kPull : Transport::kPush;
+            variants.push_back(tiles);
+          }
+        }
+      }
   return variants;
 }
 
 struct ExactBuffers {
-  bf16 *x, *w[2];        // w by whether it is transposed; the other ops' x is the front of matmul_reduce_scatter's
-  float* want[3];        // by op
-  Guarded y;             // room for any variant's
-  Gathered gathered[2];  // by op
+  // By type; w by whether it is transposed, too. The other ops' x is the front of matmul_reduce_scatter's.
+  uint8_t *x[std::size(kAllOperands)], *w[std::size(kAllOperands)][2];
+  float* want[3];                                 // by op
+  Guarded y;                                      // room for any variant's
+  Gathered gathered[2][std::size(kAllOperands)];  // by op and type
   float* want_gathered[2];
   Verdict *verdicts, *gathered_verdicts;
 };
+constexpr uint32_t index_of(Operands operands) { return static_cast<uint32_t>(operands); }
 constexpr Op kGatheringOps[] = {Op::kAllGatherMatmul, Op::kMatmulReduceScatter};
 
 void exact(EmulatedTeam& team) {
@@ -211,15 +268,19 @@ void exact(EmulatedTeam& team) {
       Pool& pool = rank.pool;
       pool.clear();
       uint32_t x_count = x_elements(Op::kMatmulReduceScatter, g), w_count = g.n * g.k;
-      b.x = reinterpret_cast<bf16*>(pool.take(uint64_t{x_count} * 2));
-      for (bf16*& w : b.w) w = reinterpret_cast<bf16*>(pool.take(uint64_t{w_count} * 2));
+      for (Operands operands : kAllOperands) {
+        uint32_t type = index_of(operands);
+        b.x[type] = pool.take(uint64_t{x_count} * operand_bytes(operands));
+        for (uint8_t*& w : b.w[type]) w = pool.take(uint64_t{w_count} * operand_bytes(operands));
+      }
       b.y = take_y(pool, Op::kAllGatherMatmul, g, true);
       for (Op op : kOps)
         b.want[static_cast<uint32_t>(op)] =
             reinterpret_cast<float*>(pool.take(uint64_t{y_elements(op, geometry_for(op, g))} * 4));
       for (Op op : kGatheringOps) {
         Chunk chunk = chunk_of(op, g);
-        b.gathered[static_cast<uint32_t>(op)] = take_gathered(pool, chunk, g.ranks);
+        for (Operands operands : kAllOperands)
+          b.gathered[static_cast<uint32_t>(op)][index_of(operands)] = take_gathered(pool, chunk, g.ranks, operands);
         b.want_gathered[static_cast<uint32_t>(op)] =
             reinterpret_cast<float*>(pool.take(uint64_t{chunk.elements()} * g.ranks * 4));
       }
@@ -229,10 +290,18 @@ void exact(EmulatedTeam& team) {
       CHECK_CUDA(cudaMemsetAsync(pool.base(), kPoison, pool.used(), rank.stream));
       CHECK_CUDA(cudaMemsetAsync(b.verdicts, 0, variants.size() * sizeof(Verdict), rank.stream));
       CHECK_CUDA(cudaMemsetAsync(b.gathered_verdicts, 0, variants.size() * sizeof(Verdict), rank.stream));
-      fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, x_count, x_seed(seed, rank.number));
-      for (bool transposed : {false, true})
-        fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w[transposed], g.n, g.k, transposed,
-                                                                  w_seed(seed, rank.number));
+      for (Operands operands : kAllOperands) {
+        uint32_t type = index_of(operands);
+        fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x[type], operands, x_count, x_seed(seed, rank.number));
+        for (bool transposed : {false, true})
+          fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w[type][transposed], operands, g.n, g.k, transposed,
+                                                                    w_seed(seed, rank.number));
+        for (Op op : kGatheringOps) {
+          uint32_t count = chunk_of(op, g).elements();
+          fill_x<<<blocks_for(count), kThreads, 0, rank.stream>>>(b.gathered[static_cast<uint32_t>(op)][type].z, operands,
+                                                                  count, gathered_seed(op, seed, rank.number));
+        }
+      }
       for (Op op : kOps) {
         Geometry shape = geometry_for(op, g);
         fill_expected<<<blocks_for(y_elements(op, shape)), kThreads, 0, rank.stream>>>(b.want[static_cast<uint32_t>(op)],
@@ -241,8 +310,6 @@ void exact(EmulatedTeam& team) {
       for (Op op : kGatheringOps) {
         Chunk chunk = chunk_of(op, g);
         uint32_t index = static_cast<uint32_t>(op), count = chunk.elements();
-        fill_x<<<blocks_for(count), kThreads, 0, rank.stream>>>(b.gathered[index].z, count,
-                                                                gathered_seed(op, seed, rank.number));
         fill_gathered<<<blocks_for(count * g.ranks), kThreads, 0, rank.stream>>>(b.want_gathered[index], op, chunk, g.ranks,
                                                                                  seed);
       }
@@ -252,30 +319,31 @@ void exact(EmulatedTeam& team) {
     for (size_t i = 0; i < variants.size(); ++i) {
       Variant const& v = variants[i];
       Geometry shape = geometry_for(v.op, g);
-      if (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows) continue;
+      if (!meant_for(v, shape) || (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows)) continue;
       Progress::at(team_name + to_string(v) + ", " + to_string(shape));
       ++calls[family_of(v)];
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         CHECK_CUDA(cudaMemsetAsync(b.y.begin, kPoison, b.y.bytes, rank.stream));
         if (!v.gathers) return;
-        Guarded const& whole = b.gathered[static_cast<uint32_t>(v.op)].whole;
+        Guarded const& whole = b.gathered[static_cast<uint32_t>(v.op)][index_of(v.operands)].whole;
         CHECK_CUDA(cudaMemsetAsync(whole.begin, kPoison, whole.bytes, rank.stream));
       });
       team.poison_staging(demand_of(v, tiled(shape, v)));
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         Gathered gathered{};
-        if (v.gathers) gathered = b.gathered[static_cast<uint32_t>(v.op)];
-        team.launch(rank, shape, v, b.x, b.w[v.transposed_w], b.y.y(), gathered.z, gathered.whole.y());
+        uint32_t type = index_of(v.operands);
+        if (v.gathers) gathered = b.gathered[static_cast<uint32_t>(v.op)][type];
+        team.launch(rank, shape, v, b.x[type], b.w[type][v.transposed_w], b.y.y(), gathered.z, gathered.whole.y());
       });
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         uint32_t op = static_cast<uint32_t>(v.op);
-        enqueue_compare(rank, b.y, b.want[op], y_elements(v.op, shape), v.float_out, &b.verdicts[i]);
+        enqueue_compare(rank, b.y, b.want[op], y_elements(v.op, shape), result_of(v), scale_of(v), &b.verdicts[i]);
         if (v.gathers)
-          enqueue_compare(rank, b.gathered[op].whole, b.want_gathered[op], chunk_of(v.op, g).elements() * g.ranks, false,
-                          &b.gathered_verdicts[i]);
+          enqueue_compare(rank, b.gathered[op][index_of(v.operands)].whole, b.want_gathered[op],
+                          chunk_of(v.op, g).elements() * g.ranks, gathered_of(v), 1, &b.gathered_verdicts[i]);
       });
       team.finish();
     }
@@ -303,7 +371,7 @@ constexpr uint32_t kStressCalls = 30;
 
 // One with many tiles, whatever the team, one that is all tails.
 std::vector<Geometry> stress_shapes(uint32_t ranks) {
-  return {geometry_of(ranks, 1, 4500 / ranks, 1160, 136), geometry_of(ranks, 3, 129, 136, 72)};
+  return {geometry_of(ranks, 1, 4500 / ranks, 1160, 144), geometry_of(ranks, 3, 129, 136, 80)};
 }
 
 struct Stress {
@@ -324,7 +392,7 @@ struct StressCall {
   Variant variant;
   uint32_t seed;
   struct Buffers {
-    bf16 *x, *w;
+    uint8_t *x, *w;
     Guarded y;
     Gathered gathered;
   };
@@ -355,6 +423,11 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     below(2) == 0,
                     false};
     if (!call.variant.few_rows) call.variant.gathers = op != Op::kMatmulAllReduce && below(2) == 0;
+    call.variant.operands = kAllOperands[below(std::size(kAllOperands))];
+    if (is_float8(call.variant.operands)) {
+      call.variant.transposed_w = true;
+      call.variant.few_rows = false;
+    }
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -369,12 +442,12 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       StressCall::Buffers& b = call.rank[rank.number];
       Geometry const& g = call.geometry;
       Variant const& v = call.variant;
-      b.x = reinterpret_cast<bf16*>(pool.take(uint64_t{x_elements(v.op, g)} * 2));
-      b.w = reinterpret_cast<bf16*>(pool.take(uint64_t{g.n} * g.k * 2));
+      b.x = pool.take(uint64_t{x_elements(v.op, g)} * v.element_bytes());
+      b.w = pool.take(uint64_t{g.n} * g.k * v.element_bytes());
       b.y = take_y(pool, v.op, g, v.float_out);
       most = schedule::larger(most, y_elements(v.op, g));
       if (!v.gathers) continue;
-      b.gathered = take_gathered(pool, chunk_of(v.op, g), g.ranks);
+      b.gathered = take_gathered(pool, chunk_of(v.op, g), g.ranks, v.operands);
       most = schedule::larger(most, chunk_of(v.op, g).elements() * g.ranks);
     }
     want[rank.number] = reinterpret_cast<float*>(pool.take(uint64_t{most} * 4));
@@ -385,12 +458,13 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       StressCall::Buffers const& b = call.rank[rank.number];
       Geometry const& g = call.geometry;
       uint32_t x_count = x_elements(call.variant.op, g), w_count = g.n * g.k;
-      fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, x_count, x_seed(call.seed, rank.number));
-      fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w, g.n, g.k, call.variant.transposed_w,
+      Operands operands = call.variant.operands;
+      fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, operands, x_count, x_seed(call.seed, rank.number));
+      fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w, operands, g.n, g.k, call.variant.transposed_w,
                                                                 w_seed(call.seed, rank.number));
       uint32_t z_count = chunk_of(call.variant.op, g).elements();
       if (call.variant.gathers)
-        fill_x<<<blocks_for(z_count), kThreads, 0, rank.stream>>>(b.gathered.z, z_count,
+        fill_x<<<blocks_for(z_count), kThreads, 0, rank.stream>>>(b.gathered.z, operands, z_count,
                                                                   gathered_seed(call.variant.op, call.seed, rank.number));
       CHECK_CUDA(cudaGetLastError());
     }
@@ -422,14 +496,14 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       fill_expected<<<blocks_for(y_elements(op, g)), kThreads, 0, rank.stream>>>(want[rank.number],
                                                                                  {op, g, call.seed, rank.number});
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], y_elements(op, g), call.variant.float_out,
-                      &verdicts[rank.number][i]);
+      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], y_elements(op, g), result_of(call.variant),
+                      scale_of(call.variant), &verdicts[rank.number][i]);
       if (!call.variant.gathers) continue;
       Chunk chunk = chunk_of(op, g);
       uint32_t count = chunk.elements() * g.ranks;
       fill_gathered<<<blocks_for(count), kThreads, 0, rank.stream>>>(want[rank.number], op, chunk, g.ranks, call.seed);
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], count, false,
+      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], count, gathered_of(call.variant), 1,
                       &verdicts[rank.number][kStressCalls + i]);
     }
   });
@@ -474,7 +548,7 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
 
 void test_team(uint32_t ranks, int devices) {
   Progress::at("team of " + std::to_string(ranks) + ": memory");
-  EmulatedTeam team(ranks, devices, layout_of(ranks), kPoolBytes);
+  EmulatedTeam team(ranks, devices, layout_of(ranks), kPoolBytes, kScale);
   Watchdog watchdog([&team] { team.describe(); });
   exact(team);
   for (uint32_t i = 0; i < std::size(kStresses); ++i) stress(team, kStresses[i], i);
