@@ -152,8 +152,45 @@ def _without_residuals(op: str, found: str, out_sharding: PartitionSpec, saves: 
     return found
 
 
-def bias(op: str, shape: tuple[int, ...], columns: int) -> None:
-    if shape != (columns,):
+def bias(op: str, value: Any, columns: int, dtype: np.dtype[Any], argument: str = "bias") -> jax.Array | None:
+    """A bias of a result of so many columns and that dtype."""
+    if value is None:
+        return None
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"entwine_jax.{op}: {argument} must be a JAX or NumPy array, not {type(value).__name__}")
+    made = jnp.asarray(value)
+    if made.shape != (columns,):
         raise TypeError(
-            f"entwine_jax.{op}: bias has shape {shape} but must have one number for each column of w, ({columns},)"
+            f"entwine_jax.{op}: {argument} has shape {made.shape} but must have one number for each column of the "
+            f"result, ({columns},){_bias_hint(made.shape, columns)}"
         )
+    kinds = [next((k for k in (np.floating, np.integer) if jnp.issubdtype(t, k)), t) for t in (made.dtype, dtype)]
+    if kinds[0] != kinds[1]:
+        raise TypeError(
+            f"entwine_jax.{op}: {argument} is {made.dtype} but the result {dtype}; cast it, "
+            f"{argument}.astype({dtype.name!r}) say"
+        )
+    return made
+
+
+def one_each(op: str, argument: str, value: Any, weights: int) -> list[Any]:
+    """An argument that several weights have one of each."""
+    if value is None:
+        return [None] * weights
+    if not isinstance(value, tuple | list) or len(value) != weights:
+        given = f"{argument}={value!r}" if argument == "activation" else f"{argument}, {type(value).__name__}"
+        if isinstance(value, tuple | list):
+            given = f"{argument} of {len(value)}"
+        raise ValueError(
+            f"entwine_jax.{op}: w holds {weights} weights, so {given} must be a sequence of {weights}, one for each "
+            f"and None for those without: {argument}=({', '.join(['...'] * weights)})"
+        )
+    return [*value]
+
+
+def _bias_hint(shape: tuple[int, ...], columns: int) -> str:
+    if math.prod(shape) == columns:
+        return f"; reshape it to ({columns},)"
+    if len(shape) == 1 and columns and shape[0] % columns == 0:
+        return "; pass the rank's shard of it, as of w"
+    return "; use jax.vmap for a batch of them" if len(shape) == 2 and shape[1] == columns else ""

@@ -39,6 +39,8 @@ class CollectiveMatmul:
     plan: Plan | None  # of strategy "fused"
     arena_bytes: int  # peer memory that the call needs on each rank; calls of one team share it
     gathered: tuple[int, ...] | None = None  # of a gathered array that the call gives beside y, if it does
+    bias: bool = False  # whether the call adds one
+    activation: str | None = None  # that the call applies
 
 
 class Explanation(Sequence[CollectiveMatmul]):
@@ -112,6 +114,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
     if about is None:
         about = equation.params["request"], equation.params["choice"]
         x, w, *beside = (variable.aval for variable in equation.invars)
+        beside = beside[int(about[0].biased) :]
     else:
         x, w, beside = equation.params["x"], equation.params["w"], []
     if isinstance(about, str):  # explicit shardings left it to XLA
@@ -133,6 +136,8 @@ def _describe(equation: Any) -> CollectiveMatmul:
         plan=choice.plan,
         arena_bytes=_strategy.arena_bytes(request, choice.plan, x, w, z) if choice.plan else 0,
         gathered=gathered_type(request, z or x).shape if request.gathers else None,
+        bias=request.biased,
+        activation=request.activation,
     )
 
 
@@ -187,7 +192,7 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
         plan = _plan(m.op, m.plan)
         plan += f" copiers {m.plan.copiers}" if m.gathered else ""
     return (
-        m.op,
+        " + ".join([m.op, *["bias"] * m.bias, *filter(None, [m.activation])]),
         _array(m.dtype, m.x),
         _array(m.dtype, m.w) + (".T" if m.transpose_w else ""),
         _array(m.result_dtype, m.y),

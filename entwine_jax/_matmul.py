@@ -217,5 +217,5 @@ def _mesh(x: jax.Array, w: jax.Array) -> Any:
 
 def _biased(y: jax.Array, bias: ArrayLike, columns: int) -> jax.Array:
     bias = jnp.asarray(bias)
-    _checks.bias(OP, bias.shape, columns)
+    _checks.bias(OP, bias, columns, y.dtype)
     return y + bias.astype(y.dtype)

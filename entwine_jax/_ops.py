@@ -1,5 +1,6 @@
 """The per-shard ops as users call them: what they compute, and their checks."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, cast, overload
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _of_rows, _team
+from . import _checks, _config, _lowering, _of_rows, _reference, _team
 from ._config import Config
 from ._differentiable import flat, run
 from ._strategy import Request
@@ -22,6 +23,8 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[False] = False,
+    bias: ArrayLike | None = ...,
+    activation: str | None = ...,
     residuals: str = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
@@ -35,6 +38,8 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[True],
+    bias: ArrayLike | None = ...,
+    activation: str | None = ...,
     residuals: str = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
@@ -48,6 +53,8 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[False] = False,
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
@@ -61,6 +68,8 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[True],
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
@@ -73,6 +82,8 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: bool = False,
+    bias: ArrayLike | Sequence[ArrayLike | None] | None = None,
+    activation: str | Sequence[str | None] | None = None,
     residuals: str = "regather",
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
@@ -107,6 +118,13 @@ def all_gather_matmul(
       x: the rank's rows; leading dimensions are a batch.
       w: the rank's columns, a matrix; or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      bias: added to every row of y, of shape (n / t,): the rank's shard of it, as of w. y is then ``activation(
+        all_gather(x) @ w + bias)``; the fused kernels do both to the float32 sums, before these are rounded, at next to
+        no cost. With several weights a sequence, with None for those without.
+      activation: None, ``"relu"``, ``"gelu"`` (exact, by erf), ``"gelu_tanh"`` (``jax.nn.gelu``'s default) or
+        ``"silu"``. It is fused where no gradient is taken, as in inference (``"relu"`` always): the backward pass needs
+        what it is a function of, so there XLA applies it to what the kernel has rounded. With several weights a
+        sequence: ``activation=("silu", None)``.
       return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
         differentiable as well.
       residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
@@ -132,8 +150,10 @@ def all_gather_matmul(
     tells the bytes.
 
     Raises:
-      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
-      ValueError: the axis isn't a manual axis of the mesh; unknown residuals, strategy, precision or setting.
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; a bias of another
+        length, rank or kind of number.
+      ValueError: the axis isn't a manual axis of the mesh; unknown activation, residuals, strategy, precision or
+        setting.
       NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
@@ -141,7 +161,7 @@ def all_gather_matmul(
     op = "all_gather_matmul"
     saves = _config.saves(op, residuals)
     if isinstance(w, tuple | list):
-        ys, rows = _several(x, w, axis_name, preferred_element_type, precision, strategy, config)
+        ys, rows = _several(x, w, axis_name, preferred_element_type, precision, strategy, config, bias, activation)
         return (ys, rows) if return_gathered else ys
     y, gathered = on_ranks(
         op,
@@ -154,6 +174,8 @@ def all_gather_matmul(
         config,
         bool(return_gathered),
         saves,
+        bias=cast(Any, bias),
+        activation=cast(Any, activation),
     )
     return y if gathered is None else (y, gathered)
 
@@ -163,6 +185,8 @@ def matmul_reduce_scatter(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -191,6 +215,8 @@ def matmul_reduce_scatter(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      bias, activation: as in `all_gather_matmul`, ``y = activation(reduce_scatter(x @ w) + bias)``; the bias is
+        whole on every rank, (n,), and added once.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:
@@ -208,7 +234,9 @@ def matmul_reduce_scatter(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_reduce_scatter"
-    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config)[0]
+    return on_ranks(
+        op, x, w, axis_name, preferred_element_type, precision, strategy, config, bias=bias, activation=activation
+    )[0]
 
 
 def matmul_all_reduce(
@@ -216,6 +244,8 @@ def matmul_all_reduce(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -247,6 +277,8 @@ def matmul_all_reduce(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
+        on every rank, (n,), the same on all, and added once.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:
@@ -260,12 +292,14 @@ def matmul_all_reduce(
     times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
     bytes.
 
-    It raises what `all_gather_matmul` does.
+    It raises what `all_gather_matmul` does, and ValueError if a bias varies over the axis.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_all_reduce"
-    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config)[0]
+    return on_ranks(
+        op, x, w, axis_name, preferred_element_type, precision, strategy, config, bias=bias, activation=activation
+    )[0]
 
 
 def on_ranks(
@@ -279,6 +313,9 @@ def on_ranks(
     config: Config | None,
     gathers: bool = False,
     saves: bool = False,
+    *,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """An op by its name, inside a manual shard_map.
 
@@ -289,10 +326,14 @@ def on_ranks(
     team = _team.resolve(op, axis_name)
     _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
     operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
-    request = Request(op, team, False, dtype, precision, settings, gathers, saves)
-    x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
+    request = Request(
+        op, team, False, dtype, precision, settings, gathers, saves, activation=_config.activation(op, activation)
+    )
+    b = _checks.bias(op, bias, w.shape[1], dtype)
+    x, w, b = _lowering.vary_bias(op, x.astype(operand), w.astype(operand), b, team.axis_name)
     leading = x.shape[:-2]
-    y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in run(request, flat(x), w))
+    results = run(request, flat(x), w, bias=b)
+    y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in results)
     assert y is not None
     return y, gathered
 
@@ -305,6 +346,8 @@ def _several(
     precision: Any,
     strategy: str | None,
     config: Config | None,
+    bias: Any,
+    activation: Any,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """all_gather_matmul of several weights: the first product gathers, the others use what it has gathered."""
     op = "all_gather_matmul"
@@ -318,14 +361,22 @@ def _several(
     operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for _, w in pairs))
     x = x.astype(operand)
     dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
+    activations = [_config.activation(op, a) for a in _checks.one_each(op, "activation", activation, len(ws))]
+    given = _checks.one_each(op, "bias", bias, len(ws))
+    biases = [
+        _checks.bias(op, b, w.shape[1], dtype, f"bias[{i}]")
+        for i, (b, (_, w)) in enumerate(zip(given, pairs, strict=True))
+    ]
     request = Request(op, team, False, dtype, precision, settings, gathers=True, saves=True)
     arrays = [w.astype(operand) for _, w in pairs]
     for _ in range(2):  # the second time with all axes that any of them varies over
         for i, w in enumerate(arrays):
-            x, arrays[i] = _lowering.vary(x, w, team.axis_name)
+            x, arrays[i], biases[i] = _lowering.vary_bias(op, x, w, biases[i], team.axis_name)
     leading, x = x.shape[:-2], flat(x)
-    y, rows = run(request, x, arrays[0])
+    y, rows = run(dataclasses.replace(request, activation=activations[0]), x, arrays[0], bias=biases[0])
     assert rows is not None
-    ys = [y, *(_of_rows.product(request, x, w, rows) for w in arrays[1:])]
+    ys = [y]
+    for w, b, a in zip(arrays[1:], biases[1:], activations[1:], strict=True):
+        ys.append(_reference.finish(_of_rows.product(request, x, w, rows), b, a))
     shaped = [v.reshape(*leading, *v.shape[1:]) for v in (*ys, rows)]
     return tuple(shaped[:-1]), shaped[-1]

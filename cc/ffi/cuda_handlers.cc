@@ -72,6 +72,8 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
   call.x = buffers.x.untyped_data();
   call.w = buffers.w.untyped_data();
   call.y = buffers.y.untyped_data();
+  call.bias = buffers.bias_data();
+  call.activation = problem.activation;
   call.gathering = problem.gathering;
   call.z = buffers.z_data();
   call.gathered = buffers.gathered_data();
@@ -109,7 +111,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   auto x = arguments.get<ffi::AnyBuffer>(0), w = arguments.get<ffi::AnyBuffer>(1);
   auto y = results.get<ffi::AnyBuffer>(0);
   if (!x || !w || !y) return failed(op, "XLA gave Initialize no buffers", ffi::ErrorCode::kInternal);
-  Buffers buffers{*x, *w, **y, optional_buffer(arguments, 2), optional_buffer(results, 1)};
+  Buffers buffers = all_buffers(*x, *w, **y, attributes, arguments, results, 2, 1);
   auto call = decode_call(op, attributes, buffers);
   if (!call) return call.error();
   DeviceScope scope(device);
@@ -127,7 +129,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
 template <Op op>
 ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also, CallAttributes attributes) {
-  auto call = decode_call(op, attributes, {x, w, *y, optional_buffer(more, 0), optional_buffer(also, 0)});
+  auto call = decode_call(op, attributes, all_buffers(x, w, *y, attributes, more, also));
   if (!call) return call.error();
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();

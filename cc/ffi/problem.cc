@@ -49,8 +49,6 @@ ffi::ErrorOr<schedule::Gathering> decode_gathering(schedule::Op op, schedule::Ge
   return gathering;
 }
 
-}  // namespace
-
 std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingArgs arguments, size_t index) {
   auto buffer = arguments.get<ffi::AnyBuffer>(index);
   return buffer ? std::optional(*buffer) : std::nullopt;
@@ -58,6 +56,16 @@ std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingArgs arguments, size
 std::optional<ffi::AnyBuffer> optional_buffer(ffi::RemainingRets results, size_t index) {
   auto buffer = results.get<ffi::AnyBuffer>(index);
   return buffer ? std::optional(**buffer) : std::nullopt;
+}
+
+}  // namespace
+
+Buffers all_buffers(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y, CallAttributes const& attributes,
+                    ffi::RemainingArgs more, ffi::RemainingRets also, size_t first_more, size_t first_also) {
+  Buffers buffers{x, w, y, {}, {}, optional_buffer(also, first_also)};
+  if (attributes.biased != 0) buffers.bias = optional_buffer(more, first_more++);
+  buffers.z = optional_buffer(more, first_more);
+  return buffers;
 }
 
 ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& a,
@@ -80,6 +88,14 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (yd[0] != xd[0] || yd[2] != n)
     return invalid(op, "the result is (", yd[0], ", ", yd[1], ", ", yd[2], ") but x and w give (", xd[0], ", *, ", n, ")");
   if (x.element_type() != w.element_type()) return invalid(op, "x and w must have one dtype");
+  if (a.biased < 0 || a.biased > 1 || (a.biased != 0) != buffers.bias.has_value())
+    return invalid(op, "attribute biased is ", a.biased, ", but there is ", buffers.bias ? "a" : "no", " bias");
+  if (buffers.bias) {
+    auto bd = buffers.bias->dimensions();
+    if (bd.size() != 1 || bd[0] != n || buffers.bias->element_type() != ffi::DataType::F32)
+      return invalid(op, "bias must be float32 of shape (", n, "), one number for each column of the result");
+  }
+  if (a.activation < 0 || a.activation >= schedule::kActivations) return invalid(op, "there is no activation ", a.activation);
   for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
   if (a.tile_m < 1 || a.tile_n < 1 || a.raster < 1 || a.lead < 0 || a.pushers < 1 || a.copiers < 1 || a.transport < 0 ||
@@ -104,7 +120,8 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                       u32(a.copiers)};
   ffi::ErrorOr<schedule::Gathering> gathering = decode_gathering(op, g, buffers);
   if (gathering.has_error()) return ffi::Unexpected(gathering.error());
-  return Problem{op, g, plan, a.transpose_w != 0, x.element_type(), y.element_type(), *gathering};
+  auto activation = static_cast<schedule::Activation>(a.activation);
+  return Problem{op, g, plan, a.transpose_w != 0, activation, x.element_type(), y.element_type(), *gathering};
 }
 
 }  // namespace entwine

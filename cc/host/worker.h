@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "host/call.h"
+#include "host/epilogue.h"
 #include "host/tile_math.h"
 
 namespace entwine::host {
@@ -50,6 +51,18 @@ class RankPart {
   // The sums of `t`, whose rows of x begin at `rows`.
   void multiply(Worker<In>& worker, schedule::Tile const& t, In const* rows) const {
     worker.product.multiply(rows, g_.rows(t), static_cast<In const*>(seat_.operands.w), t.col * g_.tile_n, cols(t));
+  }
+
+  // Adds the bias to the sums of `t`, which are whole, and activates them.
+  void finish(Worker<In>& worker, schedule::Tile const& t) const {
+    float const* bias = seat_.operands.bias;
+    schedule::Activation activation = seat_.spec->activation;
+    if (bias == nullptr && activation == schedule::Activation::kNone) return;
+    for (uint32_t i = 0; i < g_.rows(t); ++i)
+      for (uint32_t j = 0; j < cols(t); ++j) {
+        float& sum = worker.product.row(i)[j];
+        sum = activated(bias == nullptr ? sum : sum + bias[size_t(t.col) * g_.tile_n + j], activation);
+      }
   }
 
   // Rounds the sums of `t` to `out`, whose rows are `pitch` elements apart.

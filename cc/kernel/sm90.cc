@@ -152,6 +152,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
   p.gather = gather_of(call);
+  p.epilogue = epilogue_of(call.bias, call.activation);
   set_arena(call, p);
   if (call.trace != nullptr) {
     p.trace = call.trace;

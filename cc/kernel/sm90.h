@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "schedule/activation.h"
 #include "schedule/arena_layout.h"
 #include "schedule/plan.h"
 #include "schedule/stuck_report.h"
@@ -20,6 +21,8 @@ struct Call {
   bool transposed_w, float_out;
   void const *x, *w;
   void* y;
+  void const* bias;  // float32, n of them; null: none
+  schedule::Activation activation;
   schedule::Gathering gathering;  // x of all-gather; what reduce-scatter gathers beside, if anything
   void const* z;                  // reduce-scatter: the own chunk of that
   void* gathered;                 // the whole of it; null if all-gather's isn't wanted

@@ -33,6 +33,15 @@ ENTWINE_HOST_DEVICE uint32_t gathered_seed(Op op, uint32_t seed, uint32_t rank) 
   return op == Op::kAllGatherMatmul ? x_seed(seed, rank) : x_seed(seed + (1u << 20), rank);
 }
 
+// A bias is the same on all ranks but for an all-gather, whose ranks have columns of their own.
+ENTWINE_HOST_DEVICE uint32_t bias_seed(Op op, uint32_t seed, uint32_t rank) {
+  return x_seed(seed + (1u << 21), op == Op::kAllGatherMatmul ? rank : 0);
+}
+// -13 to 13.
+ENTWINE_HOST_DEVICE int bias_element(uint32_t seed, uint32_t column) {
+  return element(seed, 3 * column) + 3 * element(seed, 3 * column + 1) + 9 * element(seed, 3 * column + 2);
+}
+
 struct Question {
   Op op;
   Geometry geometry;
@@ -101,6 +110,10 @@ static __global__ void fill_expected(float* want, Question q) {
   for (uint32_t i = first_index(); i < count; i += index_step()) want[i] = expected(q, i);
 }
 
+static __global__ void fill_bias(float* bias, uint32_t count, uint32_t seed) {
+  for (uint32_t i = first_index(); i < count; i += index_step()) bias[i] = static_cast<float>(bias_element(seed, i));
+}
+
 // All of the gathered array: (batch, rank, row, column).
 static __global__ void fill_gathered(float* want, Op op, Chunk chunk, uint32_t ranks, uint32_t seed) {
   uint32_t part = chunk.rows * chunk.cols;
@@ -123,13 +136,22 @@ struct Verdict {
 __device__ __forceinline__ uint32_t bits_of(float value, uint32_t) { return __float_as_uint(value); }
 __device__ __forceinline__ uint32_t bits_of(float value, uint16_t) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
 
+// What is to be made of an expected sum: nothing, or relu with a bias for each of so many columns.
+struct Finish {
+  uint32_t columns, seed;  // 0: nothing
+  __device__ __forceinline__ float operator()(float sum, uint32_t index) const {
+    return columns == 0 ? sum : fmaxf(sum + static_cast<float>(bias_element(seed, index % columns)), 0);
+  }
+};
+
 // Bit for bit, but for the sign of a zero. Bits is uint32_t for float32, uint16_t for bf16.
 template <typename Bits>
-static __global__ void compare(Bits const* guarded, float const* want, uint32_t count, Verdict* verdict) {
+static __global__ void compare(Bits const* guarded, float const* want, Finish finish, uint32_t count, Verdict* verdict) {
   constexpr uint32_t kGuard = kGuardBytes / sizeof(Bits);
   for (uint32_t i = first_index(); i < count + 2 * kGuard; i += index_step()) {
     bool inside = i >= kGuard && i < kGuard + count;
-    uint32_t got = guarded[i], right = inside ? bits_of(want[i - kGuard], Bits()) : uint32_t{static_cast<Bits>(~Bits())};
+    uint32_t got = guarded[i],
+             right = inside ? bits_of(finish(want[i - kGuard], i - kGuard), Bits()) : uint32_t{static_cast<Bits>(~Bits())};
     if (inside && got == 1u << (8 * sizeof(Bits) - 1)) got = 0;
     if (got == right) continue;
     unsigned long long position = static_cast<unsigned long long>(~i) << 32;

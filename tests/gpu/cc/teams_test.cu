@@ -68,11 +68,18 @@ Gathered take_gathered(Pool& pool, Chunk const& chunk, uint32_t ranks) {
   return {z, {pool.take(bytes), bytes}};
 }
 
-void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, bool float_out, Verdict* verdict) {
+Finish finish_of(Variant const& v, Geometry const& g, uint32_t seed, uint32_t rank) {
+  return v.finishes ? Finish{g.n, bias_seed(v.op, seed, rank)} : Finish{};
+}
+
+void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, Finish finish, uint32_t count, bool float_out,
+                     Verdict* verdict) {
   if (float_out)
-    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, count, verdict);
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, finish, count,
+                                                             verdict);
   else
-    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, count, verdict);
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, finish, count,
+                                                             verdict);
   CHECK_CUDA(cudaGetLastError());
 }
 
@@ -144,9 +151,13 @@ constexpr char const* kFamilies[] = {"all_gather_matmul",
                                      "matmul_all_reduce few rows",
                                      "all_gather_matmul with the gathered x",
                                      "matmul_reduce_scatter pull gathering beside",
-                                     "matmul_reduce_scatter push gathering beside"};
+                                     "matmul_reduce_scatter push gathering beside",
+                                     "all_gather_matmul with bias and relu",
+                                     "matmul_reduce_scatter with bias and relu",
+                                     "matmul_all_reduce with bias and relu"};
 constexpr uint32_t kFamilyCount = std::size(kFamilies);
 uint32_t family_of(Variant const& v) {
+  if (v.finishes) return 11 + static_cast<uint32_t>(v.op);
   if (v.few_rows) return 5 + static_cast<uint32_t>(v.op);
   if (v.op == Op::kAllGatherMatmul) return v.gathers ? 8 : 0;
   if (v.gathers) return 9 + (v.transport == Transport::kPush);
@@ -182,12 +193,25 @@ std::vector<Variant> exact_variants() {
                 {Op::kMatmulReduceScatter, transport, transposed_w, float_out, kLeads[2], pushers, tile, false, true});
         }
       }
+  // Bias and relu don't care how w lies, but it is another kernel.
+  for (bool float_out : {false, true})
+    for (Op op : kOps) {
+      for (bool transposed_w : {false, true})
+        variants.push_back({op, Transport::kPull, transposed_w, float_out, 0, 1, schedule::kSm90Tiles[0], true, false, true});
+      for (schedule::TileShape tile : schedule::kSm90Tiles)
+        for (Transport transport : {Transport::kPull, Transport::kPush}) {
+          bool gathers = op != Op::kMatmulAllReduce && transport == Transport::kPush;
+          variants.push_back(
+              {op, transport, transport == Transport::kPull, float_out, kLeads[2], kPushers[1], tile, false, gathers, true});
+        }
+    }
   return variants;
 }
 
 struct ExactBuffers {
   bf16 *x, *w[2];        // w by whether it is transposed; the other ops' x is the front of matmul_reduce_scatter's
   float* want[3];        // by op
+  float* bias[3];        // by op
   Guarded y;             // room for any variant's
   Gathered gathered[2];  // by op
   float* want_gathered[2];
@@ -213,6 +237,7 @@ void exact(EmulatedTeam& team) {
       uint32_t x_count = x_elements(Op::kMatmulReduceScatter, g), w_count = g.n * g.k;
       b.x = reinterpret_cast<bf16*>(pool.take(uint64_t{x_count} * 2));
       for (bf16*& w : b.w) w = reinterpret_cast<bf16*>(pool.take(uint64_t{w_count} * 2));
+      for (float*& bias : b.bias) bias = reinterpret_cast<float*>(pool.take(uint64_t{g.n} * 4));
       b.y = take_y(pool, Op::kAllGatherMatmul, g, true);
       for (Op op : kOps)
         b.want[static_cast<uint32_t>(op)] =
@@ -235,6 +260,8 @@ void exact(EmulatedTeam& team) {
                                                                   w_seed(seed, rank.number));
       for (Op op : kOps) {
         Geometry shape = geometry_for(op, g);
+        fill_bias<<<blocks_for(g.n), kThreads, 0, rank.stream>>>(b.bias[static_cast<uint32_t>(op)], g.n,
+                                                                 bias_seed(op, seed, rank.number));
         fill_expected<<<blocks_for(y_elements(op, shape)), kThreads, 0, rank.stream>>>(b.want[static_cast<uint32_t>(op)],
                                                                                        {op, shape, seed, rank.number});
       }
@@ -267,14 +294,16 @@ void exact(EmulatedTeam& team) {
         ExactBuffers const& b = all[rank.number];
         Gathered gathered{};
         if (v.gathers) gathered = b.gathered[static_cast<uint32_t>(v.op)];
-        team.launch(rank, shape, v, b.x, b.w[v.transposed_w], b.y.y(), gathered.z, gathered.whole.y());
+        team.launch(rank, shape, v, b.x, b.w[v.transposed_w], b.y.y(), b.bias[static_cast<uint32_t>(v.op)], gathered.z,
+                    gathered.whole.y());
       });
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         uint32_t op = static_cast<uint32_t>(v.op);
-        enqueue_compare(rank, b.y, b.want[op], y_elements(v.op, shape), v.float_out, &b.verdicts[i]);
+        enqueue_compare(rank, b.y, b.want[op], finish_of(v, g, seed, rank.number), y_elements(v.op, shape), v.float_out,
+                        &b.verdicts[i]);
         if (v.gathers)
-          enqueue_compare(rank, b.gathered[op].whole, b.want_gathered[op], chunk_of(v.op, g).elements() * g.ranks, false,
+          enqueue_compare(rank, b.gathered[op].whole, b.want_gathered[op], {}, chunk_of(v.op, g).elements() * g.ranks, false,
                           &b.gathered_verdicts[i]);
       });
       team.finish();
@@ -325,6 +354,7 @@ struct StressCall {
   uint32_t seed;
   struct Buffers {
     bf16 *x, *w;
+    float* bias;
     Guarded y;
     Gathered gathered;
   };
@@ -355,6 +385,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     below(2) == 0,
                     false};
     if (!call.variant.few_rows) call.variant.gathers = op != Op::kMatmulAllReduce && below(2) == 0;
+    call.variant.finishes = below(2) == 0;
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -371,6 +402,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       Variant const& v = call.variant;
       b.x = reinterpret_cast<bf16*>(pool.take(uint64_t{x_elements(v.op, g)} * 2));
       b.w = reinterpret_cast<bf16*>(pool.take(uint64_t{g.n} * g.k * 2));
+      b.bias = reinterpret_cast<float*>(pool.take(uint64_t{g.n} * 4));
       b.y = take_y(pool, v.op, g, v.float_out);
       most = schedule::larger(most, y_elements(v.op, g));
       if (!v.gathers) continue;
@@ -388,6 +420,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, x_count, x_seed(call.seed, rank.number));
       fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w, g.n, g.k, call.variant.transposed_w,
                                                                 w_seed(call.seed, rank.number));
+      fill_bias<<<blocks_for(g.n), kThreads, 0, rank.stream>>>(b.bias, g.n, bias_seed(call.variant.op, call.seed, rank.number));
       uint32_t z_count = chunk_of(call.variant.op, g).elements();
       if (call.variant.gathers)
         fill_x<<<blocks_for(z_count), kThreads, 0, rank.stream>>>(b.gathered.z, z_count,
@@ -405,7 +438,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       if (below(10) < 3) delay<<<1, 1, 0, rank.stream>>>(below(200'000));
       CHECK_CUDA(cudaGetLastError());
       StressCall::Buffers const& b = call.rank[rank.number];
-      team.launch(rank, call.geometry, call.variant, b.x, b.w, b.y.y(), b.gathered.z, b.gathered.whole.y(),
+      team.launch(rank, call.geometry, call.variant, b.x, b.w, b.y.y(), b.bias, b.gathered.z, b.gathered.whole.y(),
                   stress.multiprocessors);
     });
   }
@@ -422,14 +455,14 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       fill_expected<<<blocks_for(y_elements(op, g)), kThreads, 0, rank.stream>>>(want[rank.number],
                                                                                  {op, g, call.seed, rank.number});
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], y_elements(op, g), call.variant.float_out,
-                      &verdicts[rank.number][i]);
+      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], finish_of(call.variant, g, call.seed, rank.number),
+                      y_elements(op, g), call.variant.float_out, &verdicts[rank.number][i]);
       if (!call.variant.gathers) continue;
       Chunk chunk = chunk_of(op, g);
       uint32_t count = chunk.elements() * g.ranks;
       fill_gathered<<<blocks_for(count), kThreads, 0, rank.stream>>>(want[rank.number], op, chunk, g.ranks, call.seed);
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], count, false,
+      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], {}, count, false,
                       &verdicts[rank.number][kStressCalls + i]);
     }
   });
