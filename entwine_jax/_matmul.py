@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _ops, _placed, _products, _selection, _spread
+from . import _checks, _config, _lowering, _ops, _placed, _products, _reference, _selection, _spread
 from ._config import Config
 from ._ops import AxisName
 from ._placed import Place
@@ -26,13 +26,14 @@ def collective_matmul(
     axis_name: AxisName | None = None,
     out_sharding: OutSharding = None,
     bias: ArrayLike | None = None,
+    activation: str | None = None,
     residuals: str = "regather",
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """``jnp.matmul(x, w) + bias`` on global arrays, their collective running while the product does.
+    """``activation(jnp.matmul(x, w) + bias)`` on global arrays, their collective running while the product does.
 
     The shardings choose, for ``y[..., m, n] = x[..., m, k] @ w[k, n]`` and any mesh axis ``t``:
 
@@ -65,7 +66,9 @@ def collective_matmul(
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor. Outside of ``jax.shard_map`` it
         restricts the choice to that team; by default any axis will do.
       out_sharding: where y shall lie.
-      bias: added to every row of y, rounded to y's dtype; of shape (n,), or a rank's shard of that where w is one.
+      bias: added to every row of y; of shape (n,), or a rank's shard of that where w is one.
+      activation: as in `all_gather_matmul`: None, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``. Fused kernels
+        add the bias and apply it (where no gradient is taken) to float32 sums, before these are rounded.
       residuals: as in `all_gather_matmul`: ``"save"`` keeps x for the weight gradient as it was gathered, named
         ``"entwine_gathered"``, rather than gather it again. Products whose shardings select another op, or a plain dot,
         keep x as ever. Inside ``jax.shard_map``, where ``out_sharding`` alone names the op, ``"save"`` is an error for
@@ -95,42 +98,49 @@ def collective_matmul(
     spec = _checks.spec(OP, out_sharding, x.ndim)
     x, w = x.astype(operand), w.astype(operand)
     saves = _config.saves(OP, residuals)
-    call = Call("y", dtype, precision, settings, names, saves)
+    call = Call("y", dtype, precision, settings, names, saves, _config.activation(OP, activation))
+    bias = _checks.bias(OP, bias, w.shape[1], dtype)
 
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
         op = _checks.op_inside(OP, names, spec, saves)
-        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config, saves=saves)[0]
-    elif manual and manual == {*mesh.axis_names}:
+        options = preferred_element_type, precision, strategy, config
+        return _ops.on_ranks(op, x, w, names, *options, saves=saves, bias=bias, activation=activation)[0]
+    if manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
             "doesn't know of what; say so with axis_name= one of these axes and out_sharding=, "
             "or write x @ w for the product of the shards alone"
             + ("" if names is None else f" (axis_name={_checks.axis(names)} is none of them)")
         )
-    else:
-        y = _global(call, x, w, out_sharding, spec)
-    return y if bias is None else _biased(y, bias, w.shape[1])
+    return _global(call, x, w, bias, out_sharding, spec)
 
 
-def _global(call: Call, x: jax.Array, w: jax.Array, out_sharding: OutSharding, spec: PartitionSpec | None) -> jax.Array:
-    """x and w are whole, along the axes that aren't manual at least."""
+def _global(
+    call: Call,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    out_sharding: OutSharding,
+    spec: PartitionSpec | None,
+) -> jax.Array:
+    """Operands are whole, along the axes that aren't manual at least."""
     mesh = _mesh(x, w)
     _checks.axes_of_mesh(OP, mesh, call.axis_name, spec)
     if spec is not None and isinstance(out_sharding, PartitionSpec) and not mesh.empty:
         out_sharding = NamedSharding(mesh, spec)  # so that no mesh needs to be set
     if {*mesh.explicit_axes}:
-        return _explicit(call, mesh, x, w, out_sharding, spec)
+        return _explicit(call, mesh, x, w, bias, out_sharding, spec)
     if mesh.manual_axes:
-        return _partial(call, mesh, x, w, spec)
-    y: jax.Array = _automatic(call, out_sharding, x, w)
+        return _partial(call, mesh, x, w, bias, spec)
+    y: jax.Array = _automatic(call, out_sharding, x, w, bias)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    y: jax.Array = _products.product(call, None, x, w)
+def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    y: jax.Array = _products.product(call, None, x, w, None, None, bias)
     if out_sharding is None:
         return y
     try:
@@ -143,7 +153,7 @@ def _automatic(call: Call, out_sharding: Any, x: jax.Array, w: jax.Array) -> jax
     return y
 
 
-def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> jax.Array:
+def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, spec: Any) -> jax.Array:
     """Inside a shard_map over other axes: the team's own is automatic, and no one says where x and w lie."""
     team = call.axis_name
     if team is None or spec is None:
@@ -164,17 +174,19 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, spec: Any) -> ja
         "matmul_all_reduce": (rows(*none, None, team), rows(team, None), rows(*none, None, None)),
     }[op]
     place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
-    x, w = _lowering.vary(x, w, ())
-    y: jax.Array = _placed_product(call, place, x, w)
+    x, w, bias = _lowering.vary_bias(OP, x, w, bias, ())
+    y: jax.Array = _placed_product(call, place, x, w, bias)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _placed_product(call: Call, place: Place, x: jax.Array, w: jax.Array) -> Any:
-    return _products.product(call, place, x, w)
+def _placed_product(call: Call, place: Place, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> Any:
+    return _products.product(call, place, x, w, None, None, bias)
 
 
-def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: Any, spec: Any) -> jax.Array:
+def _explicit(
+    call: Call, mesh: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, out_sharding: Any, spec: Any
+) -> jax.Array:
     axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     given = {"x": jax.typeof(x).sharding.spec, "w": jax.typeof(w).sharding.spec}
@@ -192,11 +204,13 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
         )
     if spec is None:
         spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], dims["w"])))
-    x, w = _lowering.vary(x, w, ())
+    x, w, bias = _lowering.vary_bias(OP, x, w, bias, ())
+    if bias is not None:  # so that its gradient, a sum over rows of y's, lies where it does
+        bias = jax.sharding.reshard(bias, NamedSharding(mesh, PartitionSpec(spec[-1])))
     place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
     found = _placed.layout(call, place, x, w)
     if found.op != "dot":
-        y: jax.Array = _placed_product(call, place, x, w)
+        y: jax.Array = _placed_product(call, place, x, w, bias)
         return y
     _spread.check(call, found)
     try:
@@ -205,7 +219,8 @@ def _explicit(call: Call, mesh: Any, x: jax.Array, w: jax.Array, out_sharding: A
         if type(error).__name__ != "ShardingTypeError":  # it isn't public
             raise
         raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
-    return _lowering.note(y, jax.typeof(x), jax.typeof(w), found.reason)
+    y = _lowering.note(y, jax.typeof(x), jax.typeof(w), found.reason)
+    return _reference.finish(y, bias, call.activation)
 
 
 def _mesh(x: jax.Array, w: jax.Array) -> Any:
@@ -213,9 +228,3 @@ def _mesh(x: jax.Array, w: jax.Array) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     meshes = (mesh, *(jax.typeof(v).sharding.mesh for v in (x, w)))
     return next((m for m in meshes if not m.empty), mesh)
-
-
-def _biased(y: jax.Array, bias: ArrayLike, columns: int) -> jax.Array:
-    bias = jnp.asarray(bias)
-    _checks.bias(OP, bias, columns, y.dtype)
-    return y + bias.astype(y.dtype)
