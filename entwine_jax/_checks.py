@@ -21,21 +21,33 @@ def several(op: str, ws: Any) -> None:
         raise TypeError(f"entwine_jax.{op}: w={ws!r} is empty but must hold at least one matrix")
 
 
-def shapes(op: str, x: tuple[int, ...], w: tuple[int, ...], team: int, axis_name: tuple[str, ...]) -> None:
-    """x (..., rows, k), w (k, n); the rows that reduce-scatter divides must be a multiple of the team's size."""
+def shapes(
+    op: str,
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    team: int,
+    axis_name: tuple[str, ...],
+    transpose_w: bool = False,
+) -> None:
+    """x (..., rows, k), w (k, n) or transposed (n, k); the rows that reduce-scatter divides must be a multiple of the
+    team's size."""
     if len(x) < 2:
         raise TypeError(
             f"entwine_jax.{op}: x has shape {x} but needs rows and a contraction, (..., rows, k); add a dimension"
         )
     if len(w) != 2:
+        matrix = "(n, k)" if transpose_w else "(k, n)"
         raise TypeError(
-            f"entwine_jax.{op}: w has shape {w} but must be a matrix (k, n); use jax.vmap for a batch of them"
+            f"entwine_jax.{op}: w has shape {w} but must be a matrix {matrix}; use jax.vmap for a batch of them"
         )
-    if x[-1] != w[0]:
-        hint = "; w's transpose would fit" if x[-1] == w[1] else ""
+    contracted, other = (w[1], w[0]) if transpose_w else w
+    if x[-1] != contracted:
+        place, hint = "first", "; w's transpose would fit: pass transpose_w=True"
+        if transpose_w:
+            place, hint = "last", "; w would fit without transpose_w=True"
         raise TypeError(
-            f"entwine_jax.{op}: the last dimension of x {x} has size {x[-1]} but the first of w {w} has size {w[0]}; "
-            f"they are contracted and must be equal{hint}"
+            f"entwine_jax.{op}: the last dimension of x {x} has size {x[-1]} but the {place} of w {w} has size "
+            f"{contracted}; they are contracted and must be equal{hint if x[-1] == other else ''}"
         )
     if op == "matmul_reduce_scatter" and x[-2] % team:
         raise ValueError(

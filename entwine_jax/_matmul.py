@@ -13,6 +13,7 @@ from . import _checks, _config, _lowering, _ops, _placed, _products, _reference,
 from ._config import Config
 from ._ops import AxisName
 from ._placed import Place
+from ._selection import OPERANDS
 from ._spread import Call
 
 OP = "collective_matmul"
@@ -25,6 +26,7 @@ def collective_matmul(
     *,
     axis_name: AxisName | None = None,
     out_sharding: OutSharding = None,
+    transpose_w: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     residuals: str = "regather",
@@ -66,6 +68,9 @@ def collective_matmul(
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor. Outside of ``jax.shard_map`` it
         restricts the choice to that team; by default any axis will do.
       out_sharding: where y shall lie.
+      transpose_w: whether w is stored as (n, k), as an embedding table tied to the last layer is: ``y = x @ w.T``. It
+        is read as it lies. (The product is then the one that elsewhere is a gradient, and messages about its shardings
+        call x and y so: ``y @ w.T``. What its own weight gradient gathers, XLA gathers, and ``residuals`` mean nothing.)
       bias: added to every row of y; of shape (n,), or a rank's shard of that where w is one.
       activation: as in `all_gather_matmul`: None, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``. Fused kernels
         add the bias and apply it (where no gradient is taken) to float32 sums, before these are rounded.
@@ -92,21 +97,24 @@ def collective_matmul(
     """
     x, w = _checks.arrays(OP, x, w)
     settings = _config.resolve(OP, strategy, config)
-    _checks.shapes(OP, x.shape, w.shape, 1, ())
+    _checks.shapes(OP, x.shape, w.shape, 1, (), transpose_w)
     operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
     names = _checks.team(OP, axis_name)
     spec = _checks.spec(OP, out_sharding, x.ndim)
     x, w = x.astype(operand), w.astype(operand)
     saves = _config.saves(OP, residuals)
-    call = Call("y", dtype, precision, settings, names, saves, _config.activation(OP, activation))
-    bias = _checks.bias(OP, bias, w.shape[1], dtype)
+    call = Call(
+        "x" if transpose_w else "y", dtype, precision, settings, names, saves, _config.activation(OP, activation)
+    )
+    bias = _checks.bias(OP, bias, w.shape[0 if transpose_w else 1], dtype)
 
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
         op = _checks.op_inside(OP, names, spec, saves)
-        options = preferred_element_type, precision, strategy, config
-        return _ops.on_ranks(op, x, w, names, *options, saves=saves, bias=bias, activation=activation)[0]
+        options = preferred_element_type, precision, strategy, config, False, saves
+        y, _ = _ops.on_ranks(op, x, w, names, *options, transpose_w=transpose_w, bias=bias, activation=activation)
+        return y
     if manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
@@ -173,7 +181,10 @@ def _partial(call: Call, mesh: Any, x: jax.Array, w: jax.Array, bias: jax.Array 
         "matmul_reduce_scatter": (rows(*none, None, team), rows(team, None), rows(*none, team, None)),
         "matmul_all_reduce": (rows(*none, None, team), rows(team, None), rows(*none, None, None)),
     }[op]
-    place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
+    if call.product == "x":
+        specs = specs[0], PartitionSpec(*reversed(specs[1])), specs[2]
+    names = (*OPERANDS[call.product], call.product)
+    place = Place(mesh, team, tuple(zip(names, specs, strict=True)), explicit=False)
     x, w, bias = _lowering.vary_bias(OP, x, w, bias, ())
     y: jax.Array = _placed_product(call, place, x, w, bias)
     return y
@@ -191,7 +202,8 @@ def _explicit(
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     given = {"x": jax.typeof(x).sharding.spec, "w": jax.typeof(w).sharding.spec}
     dims = {name: _selection.of_dims(s, v.ndim, sizes) for (name, s), v in zip(given.items(), (x, w), strict=True)}
-    if dims["x"][-1] != dims["w"][0] and dims["x"][-1] and dims["w"][0]:
+    matrix = dims["w"][::-1] if call.product == "x" else dims["w"]
+    if dims["x"][-1] != matrix[0] and dims["x"][-1] and matrix[0]:
         raise ValueError(
             f"entwine_jax.{OP}: x {given['x']} and w {given['w']} disagree on how their contraction is sharded; "
             "move one with jax.sharding.reshard"
@@ -203,16 +215,18 @@ def _explicit(
             "jax.sharding.reshard"
         )
     if spec is None:
-        spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], dims["w"])))
+        spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], matrix)))
     x, w, bias = _lowering.vary_bias(OP, x, w, bias, ())
     if bias is not None:  # so that its gradient, a sum over rows of y's, lies where it does
         bias = jax.sharding.reshard(bias, NamedSharding(mesh, PartitionSpec(spec[-1])))
-    place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
+    names = (*OPERANDS[call.product], call.product)
+    place = Place(mesh, axes, tuple(zip(names, (*given.values(), spec), strict=True)), explicit=True)
     found = _placed.layout(call, place, x, w)
     if found.op != "dot":
         y: jax.Array = _placed_product(call, place, x, w, bias)
         return y
     _spread.check(call, found)
+    w = w.T if call.product == "x" else w
     try:
         y = jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
     except Exception as error:

@@ -23,6 +23,7 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[False] = False,
+    transpose_w: bool = ...,
     bias: ArrayLike | None = ...,
     activation: str | None = ...,
     residuals: str = ...,
@@ -38,6 +39,7 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[True],
+    transpose_w: bool = ...,
     bias: ArrayLike | None = ...,
     activation: str | None = ...,
     residuals: str = ...,
@@ -53,6 +55,7 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[False] = False,
+    transpose_w: bool = ...,
     bias: Sequence[ArrayLike | None] | None = ...,
     activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
@@ -68,6 +71,7 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[True],
+    transpose_w: bool = ...,
     bias: Sequence[ArrayLike | None] | None = ...,
     activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
@@ -82,6 +86,7 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: bool = False,
+    transpose_w: bool = False,
     bias: ArrayLike | Sequence[ArrayLike | None] | None = None,
     activation: str | Sequence[str | None] | None = None,
     residuals: str = "regather",
@@ -117,6 +122,8 @@ def all_gather_matmul(
     Args:
       x: the rank's rows; leading dimensions are a batch.
       w: the rank's columns, a matrix; or several.
+      transpose_w: whether w is stored as ``(n / t, k)``, as an embedding table tied to the last layer is:
+        ``all_gather(x) @ w.T``. It is read as it lies, without a copy, and ``dw`` lies so too.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       bias: added to every row of y, of shape (n / t,): the rank's shard of it, as of w. y is then ``activation(
         all_gather(x) @ w + bias)``; the fused kernels do both to the float32 sums, before these are rounded, at next to
@@ -161,7 +168,9 @@ def all_gather_matmul(
     op = "all_gather_matmul"
     saves = _config.saves(op, residuals)
     if isinstance(w, tuple | list):
-        ys, rows = _several(x, w, axis_name, preferred_element_type, precision, strategy, config, bias, activation)
+        ys, rows = _several(
+            x, w, axis_name, preferred_element_type, precision, strategy, config, transpose_w, bias, activation
+        )
         return (ys, rows) if return_gathered else ys
     y, gathered = on_ranks(
         op,
@@ -174,6 +183,7 @@ def all_gather_matmul(
         config,
         bool(return_gathered),
         saves,
+        transpose_w=transpose_w,
         bias=cast(Any, bias),
         activation=cast(Any, activation),
     )
@@ -185,6 +195,7 @@ def matmul_reduce_scatter(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    transpose_w: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     preferred_element_type: DTypeLike | None = None,
@@ -215,6 +226,7 @@ def matmul_reduce_scatter(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
       bias, activation: as in `all_gather_matmul`, ``y = activation(reduce_scatter(x @ w) + bias)``; the bias is
         whole on every rank, (n,), and added once.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
@@ -235,7 +247,17 @@ def matmul_reduce_scatter(
     """
     op = "matmul_reduce_scatter"
     return on_ranks(
-        op, x, w, axis_name, preferred_element_type, precision, strategy, config, bias=bias, activation=activation
+        op,
+        x,
+        w,
+        axis_name,
+        preferred_element_type,
+        precision,
+        strategy,
+        config,
+        transpose_w=transpose_w,
+        bias=bias,
+        activation=activation,
     )[0]
 
 
@@ -244,6 +266,7 @@ def matmul_all_reduce(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    transpose_w: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     preferred_element_type: DTypeLike | None = None,
@@ -277,6 +300,7 @@ def matmul_all_reduce(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
       bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
         on every rank, (n,), the same on all, and added once.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
@@ -298,7 +322,17 @@ def matmul_all_reduce(
     """
     op = "matmul_all_reduce"
     return on_ranks(
-        op, x, w, axis_name, preferred_element_type, precision, strategy, config, bias=bias, activation=activation
+        op,
+        x,
+        w,
+        axis_name,
+        preferred_element_type,
+        precision,
+        strategy,
+        config,
+        transpose_w=transpose_w,
+        bias=bias,
+        activation=activation,
     )[0]
 
 
@@ -314,6 +348,7 @@ def on_ranks(
     gathers: bool = False,
     saves: bool = False,
     *,
+    transpose_w: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -324,12 +359,20 @@ def on_ranks(
     x, w = _checks.arrays(op, x, w)
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
-    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
+    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
     operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
     request = Request(
-        op, team, False, dtype, precision, settings, gathers, saves, activation=_config.activation(op, activation)
+        op,
+        team,
+        bool(transpose_w),
+        dtype,
+        precision,
+        settings,
+        gathers,
+        saves,
+        activation=_config.activation(op, activation),
     )
-    b = _checks.bias(op, bias, w.shape[1], dtype)
+    b = _checks.bias(op, bias, w.shape[0 if transpose_w else 1], dtype)
     x, w, b = _lowering.vary_bias(op, x.astype(operand), w.astype(operand), b, team.axis_name)
     leading = x.shape[:-2]
     results = run(request, flat(x), w, bias=b)
@@ -346,6 +389,7 @@ def _several(
     precision: Any,
     strategy: str | None,
     config: Config | None,
+    transpose_w: bool,
     bias: Any,
     activation: Any,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
@@ -357,17 +401,17 @@ def _several(
     pairs = [_checks.arrays(op, x, w) for w in ws]
     x = pairs[0][0]
     for _, w in pairs:
-        _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
+        _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
     operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for _, w in pairs))
     x = x.astype(operand)
     dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
     activations = [_config.activation(op, a) for a in _checks.one_each(op, "activation", activation, len(ws))]
     given = _checks.one_each(op, "bias", bias, len(ws))
     biases = [
-        _checks.bias(op, b, w.shape[1], dtype, f"bias[{i}]")
+        _checks.bias(op, b, w.shape[0 if transpose_w else 1], dtype, f"bias[{i}]")
         for i, (b, (_, w)) in enumerate(zip(given, pairs, strict=True))
     ]
-    request = Request(op, team, False, dtype, precision, settings, gathers=True, saves=True)
+    request = Request(op, team, bool(transpose_w), dtype, precision, settings, gathers=True, saves=True)
     arrays = [w.astype(operand) for _, w in pairs]
     for _ in range(2):  # the second time with all axes that any of them varies over
         for i, w in enumerate(arrays):
