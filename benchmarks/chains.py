@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ AXIS = "t"
 TOLERANCE = 8e-3
 
 Arrays = tuple[jax.Array, ...]
-Call = Callable[[jax.Array, jax.Array], jax.Array]
+Call = Callable[[jax.Array, Any], jax.Array]
 
 
 class WrongResultError(Exception):
@@ -47,6 +48,16 @@ class Layout:
     x_shape: tuple[int, int]
     w_shape: tuple[int, int]
     y_shape: tuple[int, int]
+    bias_spec: PartitionSpec | None = None  # if there is one, calls get (w, bias) in place of w
+
+    @property
+    def weights_spec(self) -> Any:
+        return self.w_spec if self.bias_spec is None else (self.w_spec, self.bias_spec)
+
+
+def with_bias(layout: Layout) -> Layout:
+    """A bias lies as y's columns do."""
+    return dataclasses.replace(layout, bias_spec=PartitionSpec(*layout.y_spec[1:]))
 
 
 def collective_layout(shape: Shape, ranks: int) -> Layout:
@@ -83,7 +94,7 @@ def per_rank_program(layout: Layout, mesh: Mesh, calls: int, call: Call, check_v
             handed_on.append(x)
         return tuple(handed_on), y
 
-    xs, ws = (layout.x_spec,) * calls, (layout.w_spec,) * calls
+    xs, ws = (layout.x_spec,) * calls, (layout.weights_spec,) * calls
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(xs, ws, layout.y_spec), out_specs=(xs, layout.y_spec), check_vma=check_vma
     )
@@ -114,10 +125,16 @@ def global_program(layout: Layout, mesh: Mesh, calls: int, call: Call) -> jax.st
 
 
 def random_arrays(
-    mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int], scale: float, count: int, seed: int
+    mesh: Mesh,
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    scale: float,
+    count: int,
+    seed: int,
+    dtype: Any = jnp.bfloat16,
 ) -> Arrays:
     def draw(key: jax.Array) -> jax.Array:
-        return (jax.random.normal(key, shape, jnp.float32) * scale).astype(jnp.bfloat16)
+        return (jax.random.normal(key, shape, jnp.float32) * scale).astype(dtype)
 
     sharded = jax.jit(draw, out_shardings=NamedSharding(mesh, spec))
     return tuple(sharded(key) for key in jax.random.split(jax.random.key(seed), count))
@@ -135,7 +152,7 @@ class _Running:
     """A compiled program with its arguments; its xs are in a pool, for they move from program to program."""
 
     program: jax.stages.Compiled
-    ws: Arrays
+    ws: Any
     y: jax.Array
     xs_of: str
 
@@ -146,17 +163,22 @@ class Chains:
     def __init__(self, shape: Shape, mesh: Mesh, calls: int) -> None:
         self.shape, self.mesh, self.calls = shape, mesh, calls
         self._xs: dict[str, Arrays] = {}
-        self._ws: dict[str, Arrays] = {}
+        self._ws: dict[str, Any] = {}  # of a layout with a bias, pairs
         self._running: dict[str, _Running] = {}
 
     def add(self, name: str, layout: Layout, program: jax.stages.Wrapped) -> None:
         """Compiles `program`, one of this module's for as many calls."""
-        xs_of, ws_of = f"{layout.x_shape} {layout.x_spec}", f"{layout.w_shape} {layout.w_spec}"
+        xs_of, ws_of = f"{layout.x_shape} {layout.x_spec}", f"{layout.w_shape} {layout.weights_spec}"
         if xs_of not in self._xs:
             self._xs[xs_of] = random_arrays(self.mesh, layout.x_spec, layout.x_shape, 1.0, self.calls, 1)
         if ws_of not in self._ws:
             scale = self.shape.k**-0.5
-            self._ws[ws_of] = random_arrays(self.mesh, layout.w_spec, layout.w_shape, scale, self.calls, 2)
+            ws: Any = random_arrays(self.mesh, layout.w_spec, layout.w_shape, scale, self.calls, 2)
+            if layout.bias_spec is not None:
+                columns = layout.y_shape[1:]
+                biases = random_arrays(self.mesh, layout.bias_spec, columns, 1.0, self.calls, 3, jnp.float32)
+                ws = tuple(zip(ws, biases, strict=True))
+            self._ws[ws_of] = ws
         y = jax.device_put(jnp.zeros(layout.y_shape, jnp.bfloat16), NamedSharding(self.mesh, layout.y_spec))
         compiled = program.lower(self._xs[xs_of], self._ws[ws_of], y).compile()
         self._running[name] = _Running(compiled, self._ws[ws_of], y, xs_of)

@@ -70,7 +70,7 @@ def collective_matmul(
       out_sharding: where y shall lie.
       transpose_w: whether w is stored as (n, k), as an embedding table tied to the last layer is: ``y = x @ w.T``. It
         is read as it lies. (The product is then the one that elsewhere is a gradient, and messages about its shardings
-        call x and y so: ``y @ w.T``. What its own weight gradient gathers, XLA gathers, and ``residuals`` mean nothing.)
+        call it so, ``y @ w.T``. What its weight gradient gathers, XLA gathers, and ``residuals`` mean nothing to it.)
       bias: added to every row of y; of shape (n,), or a rank's shard of that where w is one.
       activation: as in `all_gather_matmul`: None, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``. Fused kernels
         add the bias and apply it (where no gradient is taken) to float32 sums, before these are rounded.
