@@ -5,8 +5,8 @@ python -m benchmarks.report FILE.json --update README.md ...      rewrites what 
 python -m benchmarks.report FILE.json --check README.md ...       fails if that isn't what it would write
 python -m benchmarks.report FILE.json --plots docs                writes PNG plots (needs matplotlib: the extra `bench`)
 
-What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_mlp.json, FILE_gemm.json,
-FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
+What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_epilogues.json (of that suite),
+FILE_mlp.json, FILE_gemm.json, FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
 
 A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->: `benchmark` (the ten
 shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, `epilogues` (that suite), and
@@ -263,7 +263,7 @@ def epilogues(results: dict[str, Any]) -> str:
 
 
 # Files beside the main one, and what becomes of them; the main one makes the other blocks.
-BESIDE = {"peers": report, "mlp": mlp, "gemm": gemm, "transformer": transformer}
+BESIDE = {"peers": report, "epilogues": epilogues, "mlp": mlp, "gemm": gemm, "transformer": transformer}
 
 
 def beside(path: pathlib.Path, kind: str) -> pathlib.Path:

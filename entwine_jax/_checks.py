@@ -185,6 +185,14 @@ def bias(op: str, value: Any, columns: int, dtype: np.dtype[Any], argument: str 
     return made
 
 
+def activated(op: str, activation: str | None, dtype: np.dtype[Any]) -> None:
+    if activation is not None and not jnp.issubdtype(dtype, np.floating):
+        raise TypeError(
+            f"entwine_jax.{op}: activation={activation!r} is for real floating-point results, not {dtype}; pass "
+            "preferred_element_type=jnp.float32, or apply it to the result"
+        )
+
+
 def one_each(op: str, argument: str, value: Any, weights: int) -> list[Any]:
     """An argument that several weights have one of each."""
     if value is None:

@@ -106,6 +106,7 @@ def collective_matmul(
     call = Call(
         "x" if transpose_w else "y", dtype, precision, settings, names, saves, _config.activation(OP, activation)
     )
+    _checks.activated(OP, activation, dtype)
     bias = _checks.bias(OP, bias, w.shape[0 if transpose_w else 1], dtype)
 
     mesh = jax.sharding.get_abstract_mesh()

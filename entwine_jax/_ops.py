@@ -375,6 +375,7 @@ def on_ranks(
     b = _checks.bias(op, bias, w.shape[0 if transpose_w else 1], dtype)
     x, w, b = _lowering.vary_bias(op, x.astype(operand), w.astype(operand), b, team.axis_name)
     leading = x.shape[:-2]
+    _checks.activated(op, activation, dtype)
     results = run(request, flat(x), w, bias=b)
     y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in results)
     assert y is not None
@@ -406,6 +407,8 @@ def _several(
     x = x.astype(operand)
     dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
     activations = [_config.activation(op, a) for a in _checks.one_each(op, "activation", activation, len(ws))]
+    for a in activations:
+        _checks.activated(op, a, dtype)
     given = _checks.one_each(op, "bias", bias, len(ws))
     biases = [
         _checks.bias(op, b, w.shape[0 if transpose_w else 1], dtype, f"bias[{i}]")

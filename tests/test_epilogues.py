@@ -383,6 +383,23 @@ def test_bad_input(op):
     fails(TypeError, r"bias must be a JAX or NumPy array, not list", op, bias=[1.0] * 8)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_integers(op):
+    """A bias of integers is for a product of integers, which has no activation."""
+    x, w, bias = np.ones((4, 6), np.int32), np.ones((6, 8), np.int32), np.arange(8, dtype=np.int32)
+
+    def run(activation=None):
+        rank = functools.partial(ours, op, axis="t", strategy="auto", activation=activation)
+        f = jax.shard_map(lambda x, w, b: rank(x, w, b)[None], mesh=mesh_of((2,)), in_specs=P(), out_specs=P("t"))
+        return f(x, w, bias)
+
+    times = 1 if op == GATHER else 2
+    y = np.asarray(run())
+    assert y.dtype == np.int32 and (y == times * 6 + bias).all()
+    with pytest.raises(TypeError, match=r"activation='relu' is for real floating-point results, not int32.*preferred"):
+        run("relu")
+
+
 def test_bad_input_of_several_weights():
     for argument, value in (("activation", "silu"), ("activation", ("silu",)), ("bias", np.ones(8, np.float32))):
         with pytest.raises(

@@ -81,6 +81,7 @@ std::string unsupported(Call const& call) {
   if (g.k * uint64_t{2} % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * uint64_t{2});
   if (!call.transposed_w && g.n * uint64_t{2} % 16 != 0) return pitch("w", g.n * uint64_t{2});
   if (g.n * out % 16 != 0) return pitch("the result", g.n * out);
+  if (reinterpret_cast<uintptr_t>(call.bias) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
   if (call.gathering.row_bytes % 16 != 0) return pitch("the array gathered beside", call.gathering.row_bytes);
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
     return "a chunk of " + std::to_string(g.chunk_rows()) + " x " + std::to_string(g.cols()) + " tiles is past the limit of " +
