@@ -9,12 +9,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _ops, _placed, _products, _reference, _selection, _spread
+from . import _checks, _config, _lowering, _on_ranks, _placed, _products, _reference, _selection, _spread
 from ._config import Config
-from ._ops import AxisName
 from ._placed import Place
 from ._selection import OPERANDS
 from ._spread import Call
+from ._team import AxisName
 
 OP = "collective_matmul"
 OutSharding = PartitionSpec | NamedSharding | None
@@ -114,7 +114,7 @@ def collective_matmul(
     if manual and names is not None and {*names} <= manual:
         op = _checks.op_inside(OP, names, spec, saves)
         options = preferred_element_type, precision, strategy, config, False, saves
-        y, _ = _ops.on_ranks(op, x, w, names, *options, transpose_w=transpose_w, bias=bias, activation=activation)
+        y, _ = _on_ranks.on_ranks(op, x, w, names, *options, transpose_w=transpose_w, bias=bias, activation=activation)
         return y
     if manual and manual == {*mesh.axis_names}:
         raise ValueError(
