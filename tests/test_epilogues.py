@@ -54,7 +54,7 @@ def operands(ranks, batch=2, rows=6, k=5, n=7):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_exact(op, ranks):
     """Integers, ragged tiles, one worker a rank and several, random stalls, both transports."""
     for seed, (rows, k, n) in enumerate([(1, 3, 1), (33, 7, 40), (70, 5, 33)]):
@@ -71,39 +71,39 @@ def test_exact(op, ranks):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: jnp.dtype(d).name)
-def test_values(op, activation, dtype):
-    """Against float64, with a float32 bias and with one of the operands' dtype; XLA's path within the same bounds."""
+def test_values(op, dtype):
+    """Against float64, with a bias of float32, of the operands' dtype and none; XLA's path within the same bounds."""
     x, w, bias = operands(4, rows=20, k=16, n=11)
     x, w = x.astype(dtype), (w / 8).astype(dtype)
     bound = {jnp.float32: 2e-6, jnp.bfloat16: 5e-3, jnp.float16: 7e-4}[dtype]
-    for b, strategy, preferred in itertools.product(
-        (bias, bias.astype(dtype), None), ("fused", "xla"), (None, "float32")
-    ):
+
+    def check(activation, b, strategy, preferred=None):
         sums = product(x, w) + (0 if b is None else np.asarray(b, np.float64))
         with jax.enable_x64(True):
             wanted = np.asarray(NN[activation](jnp.asarray(sums)))
-        rank = functools.partial(ours, strategy=strategy, preferred_element_type=preferred)
-        if b is None:
-            f = spread(
-                lambda op, x, w, b, a, rank=rank: rank(op, x, w, None, a), op, activation, mesh_of((4,)), (None,)
-            )
-        else:
-            f = spread(rank, op, activation, mesh_of((4,)), (None,))
-        y = jax.jit(f)(x, w, bias if b is None else b)
+
+        def rank(op, x, w, given, activation):
+            options = {"strategy": strategy, "preferred_element_type": preferred}
+            return ours(op, x, w, None if b is None else given, activation, **options)
+
+        y = jax.jit(spread(rank, op, activation, mesh_of((4,)), (None,)))(x, w, bias if b is None else b)
         assert y.dtype == (preferred or dtype)
         # XLA's CPU compiler sums bfloat16 in bfloat16, and a bias is added to what was rounded.
         assert_close(y, wanted, bound if strategy == "fused" else 3 * bound)
+
+    for activation in ACTIVATIONS:
+        for strategy in ("fused", "xla"):
+            check(activation, bias, strategy)
+        check(activation, bias.astype(dtype), "fused", "float32")
+        check(activation, None, "fused")
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("data", [False, True])
-def test_gradient(op, activation, check_vma, data):
-    mesh = mesh_of((2, 4), ("d", "t")) if data else mesh_of((3,))
-    args, leading = operands(4 if data else 3), ("d" if data else None,)
+def test_gradient(op, activation, check_vma):
+    mesh, args, leading = mesh_of((2, 4), ("d", "t")), operands(4), ("d",)
 
     def loss(rank):
         f = spread(rank, op, activation, mesh, leading, check_vma)
@@ -122,7 +122,7 @@ def test_gradient_is_that_of_finite_differences(op, activation):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_second_gradient(op, check_vma, activation):
     def norm_of_gradient(rank):
         f = spread(rank, op, activation, mesh_of((2, 2), ("d", "t")), ("d",), check_vma)
@@ -136,24 +136,24 @@ def test_second_gradient(op, check_vma, activation):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_only_what_is_wanted(op, activation):
-    """Any subset of the gradients, eagerly and under jit; that of the bias alone takes no product."""
+    """Some of the gradients, eagerly and under jit; that of the bias alone takes no product."""
     mesh, args = mesh_of((2,)), operands(2)
-    for argnums in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
 
-        def gradient(rank, argnums=argnums):
-            f = spread(rank, op, activation, mesh, (None,))
-            return jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums)
+    def gradient(rank, argnums):
+        f = spread(rank, op, activation, mesh, (None,))
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums)
 
-        wanted = jax.jit(gradient(lines))(*args)
-        assert_close(jax.jit(gradient(ours))(*args), wanted)
-        assert_close(gradient(ours)(*args), wanted)
-        calls = collectives(jax.jit(gradient(ours)).lower(*args).compile().as_text())
+    wanted = jax.jit(gradient(lines, (0, 1, 2)))(*args)
+    for argnums in ((2,), (0, 1), (1, 2)):
+        compiled = jax.jit(gradient(ours, argnums)).lower(*args).compile()
+        assert_close(compiled(*args), tuple(wanted[i] for i in argnums))
+        calls = collectives(compiled.as_text())
         if argnums == (2,):
             calls.pop("all-reduce", None)  # of dbias
             assert calls == {f"entwine_{op}": 1}
         if argnums == (0, 1):
-            calls.pop("all-gather", None)
             assert "all-reduce" not in calls
+    assert_close(gradient(ours, (0, 2))(*args), (wanted[0], wanted[2]))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -178,14 +178,13 @@ def test_where_the_activation_is_applied(op):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    "dims", [d for d in itertools.product((0, None), (1, None), (0, 1, None)) if d != (None,) * 3], ids=str
+    "dims", [d for d in itertools.product((0, None), (1, None), (0, None)) if d != (None,) * 3], ids=str
 )
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_vmap(op, dims, activation):
+def test_vmap(op, dims, activation="gelu"):
     """Over any of x, w and bias, with gradients."""
     many = 3
     arrays = [normal((many, *v.shape), i) for i, v in enumerate(operands(2))]
-    arrays = [v[0] if d is None else jnp.moveaxis(v, 0, min(d, v.ndim - 1)) for v, d in zip(arrays, dims, strict=True)]
+    arrays = [v[0] if d is None else jnp.moveaxis(v, 0, d) for v, d in zip(arrays, dims, strict=True)]
 
     def spec(dim, wanted):
         return wanted if dim is None else P(*wanted[:dim], None, *wanted[dim:])

@@ -42,7 +42,7 @@ def plain(up="gelu", down="silu"):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2 middle"])
+@pytest.mark.parametrize("mesh", ["8", "2x2x2 middle"])
 def test_exact(mode, mesh):
     if mode == "partial" and mesh == "8":
         pytest.skip("no other axis that could be manual")
@@ -55,13 +55,11 @@ def test_exact(mode, mesh):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mesh", ["2x4", "1x8"])
-@pytest.mark.parametrize("up, down", [("gelu", None), ("relu", "silu"), (None, "relu")])
-@pytest.mark.parametrize("residuals", ["regather", "save"])
-def test_gradient(mode, mesh, up, down, residuals):
-    if mode == "partial" and mesh == "1x8":
-        pytest.skip("no gradients beside a manual axis of one")
-    with setup(mode, mesh) as s:
+@pytest.mark.parametrize(
+    "up, down, residuals", [("gelu", None, "regather"), ("relu", "silu", "save"), (None, "relu", "save")]
+)
+def test_gradient(mode, up, down, residuals):
+    with setup(mode) as s:
         args = arrays(s)
 
         def loss(f):
@@ -106,7 +104,7 @@ def test_each_is_one_call(mode):
         calls = collectives(jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(*args).compile().as_text())
         assert calls.pop("all-reduce") and calls == {"entwine_all_gather_matmul": 2, "entwine_matmul_reduce_scatter": 2}
         wanted = jax.grad(lambda *args: jnp.sum(jnp.sin(plain()(*args))), (0, 1, 2, 3, 4))(*map(np.asarray, args))
-        for argnums in ((3,), (4,), (0, 3), (2, 4)):
+        for argnums in ((3,), (2, 4)):
             got = jax.jit(jax.grad(loss, argnums))(*args)
             assert_close(got, tuple(wanted[i] for i in argnums), 2e-5)
 
