@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ AXIS = "t"
 TOLERANCE, FLOAT8_TOLERANCE = 8e-3, 3e-2
 
 Arrays = tuple[jax.Array, ...]
-Call = Callable[[jax.Array, jax.Array], jax.Array]
+Call = Callable[[jax.Array, Any], jax.Array]
 
 
 class WrongResultError(Exception):
@@ -50,10 +51,20 @@ class Layout:
     w_shape: tuple[int, int]
     y_shape: tuple[int, int]
     dtype: str = "bfloat16"  # of x and w
+    bias_spec: PartitionSpec | None = None  # if there is one, calls get (w, bias) in place of w
+
+    @property
+    def weights_spec(self) -> Any:
+        return self.w_spec if self.bias_spec is None else (self.w_spec, self.bias_spec)
 
     def with_float8(self) -> Layout:
         spec = PartitionSpec(*self.w_spec[::-1])
         return dataclasses.replace(self, w_spec=spec, w_shape=self.w_shape[::-1], dtype="float8_e4m3fn")
+
+
+def with_bias(layout: Layout) -> Layout:
+    """A bias lies as y's columns do."""
+    return dataclasses.replace(layout, bias_spec=PartitionSpec(*layout.y_spec[1:]))
 
 
 def collective_layout(shape: Shape, ranks: int) -> Layout:
@@ -95,7 +106,7 @@ def per_rank_program(layout: Layout, mesh: Mesh, calls: int, call: Call, check_v
             handed_on.append(x)
         return tuple(handed_on), y
 
-    xs, ws = (layout.x_spec,) * calls, (layout.w_spec,) * calls
+    xs, ws = (layout.x_spec,) * calls, (layout.weights_spec,) * calls
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(xs, ws, layout.y_spec), out_specs=(xs, layout.y_spec), check_vma=check_vma
     )
@@ -128,7 +139,7 @@ def global_program(layout: Layout, mesh: Mesh, calls: int, call: Call) -> jax.st
 def random_arrays(
     mesh: Mesh,
     spec: PartitionSpec,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     scale: float,
     count: int,
     seed: int,
@@ -153,7 +164,7 @@ class _Running:
     """A compiled program with its arguments; its xs are in a pool, for they move from program to program."""
 
     program: jax.stages.Compiled
-    ws: Arrays
+    ws: Any
     y: jax.Array
     xs_of: str
 
@@ -164,21 +175,24 @@ class Chains:
     def __init__(self, shape: Shape, mesh: Mesh, calls: int) -> None:
         self.shape, self.mesh, self.calls = shape, mesh, calls
         self._xs: dict[str, Arrays] = {}
-        self._ws: dict[str, Arrays] = {}
+        self._ws: dict[str, Any] = {}  # of a layout with a bias, pairs
         self._running: dict[str, _Running] = {}
 
     def add(self, name: str, layout: Layout, program: jax.stages.Wrapped) -> None:
         """Compiles `program`, one of this module's for as many calls."""
         xs_of = f"{layout.x_shape} {layout.x_spec} {layout.dtype}"
-        ws_of = f"{layout.w_shape} {layout.w_spec} {layout.dtype}"
+        ws_of = f"{layout.w_shape} {layout.weights_spec} {layout.dtype}"
         if xs_of not in self._xs:
             self._xs[xs_of] = random_arrays(self.mesh, layout.x_spec, layout.x_shape, 1.0, self.calls, 1, layout.dtype)
         if ws_of not in self._ws:
             # float8 have a scale of their own: numbers this small would be too coarse.
             scale = self.shape.k**-0.5 if layout.dtype == "bfloat16" else 1.0
-            self._ws[ws_of] = random_arrays(
-                self.mesh, layout.w_spec, layout.w_shape, scale, self.calls, 2, layout.dtype
-            )
+            ws: Any = random_arrays(self.mesh, layout.w_spec, layout.w_shape, scale, self.calls, 2, layout.dtype)
+            if layout.bias_spec is not None:
+                columns = layout.y_shape[1:]
+                biases = random_arrays(self.mesh, layout.bias_spec, columns, 1.0, self.calls, 3, "float32")
+                ws = tuple(zip(ws, biases, strict=True))
+            self._ws[ws_of] = ws
         y = jax.device_put(jnp.zeros(layout.y_shape, jnp.bfloat16), NamedSharding(self.mesh, layout.y_spec))
         compiled = program.lower(self._xs[xs_of], self._ws[ws_of], y).compile()
         self._running[name] = _Running(compiled, self._ws[ws_of], y, xs_of)

@@ -1,7 +1,8 @@
 """Times entwine_jax against XLA and other peers, with the GEMM and the link alone beside them; writes JSON for
 benchmarks/report.py.
 
-    python -m benchmarks.collective_matmul --out FILE.json [--suite ten|tp8|small|all_reduce|decode|fp8|all]
+    python -m benchmarks.collective_matmul --out FILE.json
+        [--suite ten|tp8|small|all_reduce|decode|fp8|epilogues|all]
         [--peers xla,xla_windowed,pallas,torch] [--strategy fused,auto]
 
 All devices of this process are one team. What is timed, and why it is a fair time:
@@ -46,7 +47,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import entwine_jax
-from benchmarks import chains, link, peers, rounds
+from benchmarks import chains, epilogues, link, peers, rounds
 from benchmarks.chains import AXIS
 from benchmarks.shapes import ALL_REDUCE_OP, LINK_BYTES_PER_SECOND, SUITES, TINY, TINY_FLOAT8, Shape
 
@@ -321,7 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     suites = {name: shapes for chosen in options.suite for name, shapes in SUITES[chosen].items()}
     settings = Settings(options.rounds, options.calls, rounds.SAMPLE_SECONDS, options.strategy)
     if options.tiny:
-        suites = {"tiny": TINY_FLOAT8 if options.suite == ("fp8",) else TINY}
+        suites = {
+            suite if suite == "epilogues" else "tiny": TINY_FLOAT8 if suite == "fp8" else TINY for suite in suites
+        }
         settings = dataclasses.replace(
             settings, rounds=min(options.rounds, 2), calls=min(options.calls, 2), sample_seconds=0.0
         )
@@ -341,11 +344,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 progress(notes[-1])
                 continue
             try:
-                about["rows"] += measure(shape, suite, mesh, settings, link_alone)
+                if suite == "epilogues":
+                    few = 2 if shape.m <= FEW_ROWS else 1
+                    times = settings.rounds, few * settings.calls, settings.sample_seconds
+                    about.setdefault("epilogues", []).append(epilogues.measure(shape, mesh, *times, progress))
+                else:
+                    about["rows"] += measure(shape, suite, mesh, settings, link_alone)
             except chains.WrongResultError as error:
                 raise SystemExit(str(error)) from error
             write(options.out, about)  # after every row, so that a run cut short leaves what it has
     rows = about["rows"]
+    if not rows and "epilogues" in about:
+        return
     if not rows:
         write(options.out, about)
         raise SystemExit("nothing was measured")

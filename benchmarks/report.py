@@ -5,12 +5,12 @@ python -m benchmarks.report FILE.json --update README.md ...      rewrites what 
 python -m benchmarks.report FILE.json --check README.md ...       fails if that isn't what it would write
 python -m benchmarks.report FILE.json --plots docs                writes PNG plots (needs matplotlib: the extra `bench`)
 
-What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_mlp.json, FILE_gemm.json,
-FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
+What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_epilogues.json (of that suite),
+FILE_mlp.json, FILE_gemm.json, FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
 
 A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->: `benchmark` (the ten
-shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, and `peers`, `mlp`, `gemm` and
-`transformer` for the other files.
+shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, `epilogues` (that suite), and
+`peers`, `mlp`, `gemm` and `transformer` for the other files.
 """
 
 from __future__ import annotations
@@ -252,8 +252,23 @@ def gemm(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def epilogues(results: dict[str, Any]) -> str:
+    """The block `epilogues`, of that suite."""
+    headings = ["op", "m, n, k of one rank", "epilogue", "ours", "ours / none", "XLA", "XLA / none", "XLA / ours"]
+    lines = [markdown_row(headings), markdown_row(["---"] * 3 + ["---:"] * 5)]
+    for row in results["epilogues"]:
+        for name, found in row["epilogues"].items():
+            ours, xla = (
+                [milliseconds(found[f"{who}_ms"]), f"{found[f'{who}_over_none']:.3f}"] for who in ("ours", "xla")
+            )
+            lines.append(
+                markdown_row([TITLES[row["op"]], label(row), name, *ours, *xla, speed(found["xla_over_ours"])])
+            )
+    return "\n".join(lines) + "\n"
+
+
 # Files beside the main one, and what becomes of them; the main one makes the other blocks.
-BESIDE = {"peers": report, "mlp": mlp, "gemm": gemm, "transformer": transformer}
+BESIDE = {"peers": report, "epilogues": epilogues, "mlp": mlp, "gemm": gemm, "transformer": transformer}
 
 
 def beside(path: pathlib.Path, kind: str) -> pathlib.Path:
@@ -261,7 +276,10 @@ def beside(path: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 def blocks(results: dict[str, Any]) -> dict[str, str]:
-    return {
+    found = {"epilogues": epilogues(results)} if results.get("epilogues") else {}
+    if not results["rows"]:
+        return found
+    return found | {
         "benchmark": report(results),
         "benchmark-suites": suites(results),
         "benchmark-losing": losing(results),

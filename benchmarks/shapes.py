@@ -99,6 +99,17 @@ FLOAT8: tuple[Shape, ...] = (
     Shape(REDUCE_SCATTER, 8192, 8192, 7168, float8=True),
     Shape(REDUCE_SCATTER, 4096, 8192, 2048, float8=True),
 )
+# Some of these, with and without a bias and an activation: epilogues.py.
+EPILOGUES: tuple[Shape, ...] = (
+    Shape(ALL_GATHER, 8192, 4096, 7168),
+    Shape(ALL_GATHER, 4096, 4096, 4096),
+    Shape(ALL_GATHER, 8192, 4096, 2048),
+    Shape(REDUCE_SCATTER, 8192, 8192, 3584),
+    Shape(REDUCE_SCATTER, 4096, 8192, 2048),
+    Shape(ALL_REDUCE_OP, 4096, 8192, 2048),
+    Shape(ALL_GATHER, 8, 3584, 8192),
+    Shape(ALL_REDUCE_OP, 32, 8192, 3584),
+)
 
 SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "ten": {"ten": TEN},
@@ -107,6 +118,7 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "all_reduce": {"all_reduce": ALL_REDUCE},
     "decode": {"decode": DECODE},
     "fp8": {"fp8": FLOAT8},
+    "epilogues": {"epilogues": EPILOGUES},
     "all": {"ten": TEN, "tp8": TP8, "small": SMALL, "all_reduce": ALL_REDUCE, "decode": DECODE},
 }
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
+from . import _reference
 from ._strategy import Request
 
 
@@ -16,27 +17,36 @@ def batch(
     primitive: Primitive, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int]]:
     """A batch of x joins x's own, and one of z z's; a batch of w joins its columns; batches of both x and w, or of
-    scales, are taken one by one."""
+    scales, are taken one by one. A batch of biases needs one of w: without, they are added by XLA."""
     size = next(v.shape[dim] for v, dim in zip(args, dims, strict=True) if dim is not None)
-    x, w, *z = (v if dim is None else jnp.moveaxis(v, dim, 0) for v, dim in zip(args, dims, strict=True))
-    bind = functools.partial(primitive.bind, **params)
-    x_batched, w_batched, *z_batched = (dim is not None for dim in dims)
+    x, w, *more = (v if dim is None else jnp.moveaxis(v, dim, 0) for v, dim in zip(args, dims, strict=True))
+    x_batched, w_batched, *more_batched = (dim is not None for dim in dims)
     request: Request = params["request"]
-    if (x_batched and w_batched) or (request.scaled and z_batched[0]):
+    if request.biased and more_batched[0] and not w_batched:
+        bare = functools.partial(primitive.bind, **params | {"request": request.bare()})
+        axes = [0 if b else None for b in (x_batched, w_batched, *more_batched[1:])]
+        y, *gathered = jax.vmap(bare, axes, axis_size=size)(x, w, *more[1:])
+        y = _reference.finish(y, more[0][:, None, None, :], request.activation)
+        return [y, *gathered], [0] * (1 + len(gathered))
+    bind = functools.partial(primitive.bind, **params)
+    if (x_batched and w_batched) or (request.scaled and more_batched[int(request.biased)]):
         all_batched = (
             v if dim is not None else jnp.broadcast_to(v, (size, *v.shape))
-            for v, dim in zip((x, w, *z), dims, strict=True)
+            for v, dim in zip((x, w, *more), dims, strict=True)
         )
         results = lax.map(lambda operands: bind(*operands), (*all_batched,))
         return results, [0] * len(results)
-    scale = [z.pop(0)] if request.scaled else []
-    z_batched = z_batched[len(scale) :]
     columns = 0 if request.transpose_w else 1
+    bias = [more.pop(0)] if request.biased else []
+    bias_batched = bool(bias) and more_batched.pop(0)
+    scale = [more.pop(0)] if request.scaled else []
+    more_batched = more_batched[len(scale) :]
     if w_batched:
         w = lax.collapse(jnp.moveaxis(w, 0, columns), columns, columns + 2)
-    rows = ((x, x_batched), *zip(z, z_batched, strict=True))
+        bias = [v.reshape(-1) if bias_batched else jnp.tile(v, size) for v in bias]
+    rows = ((x, x_batched), *zip(more, more_batched, strict=True))
     x, *z = (v.reshape(-1, *v.shape[2:]) if batched else v for v, batched in rows)
-    y, *gathered = bind(x, w, *scale, *z)
+    y, *gathered = bind(x, w, *bias, *scale, *z)
     y_dim = 0
     if x_batched:
         y = y.reshape(size, -1, *y.shape[1:])

@@ -7,6 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+# Of x and w, where they are float8.
+Scales = tuple[ArrayLike, ArrayLike]
 
 
 def arrays(op: str, x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
@@ -30,23 +34,33 @@ def several_scales(op: str, x: Any, given: Any) -> None:
 
 
 def shapes(
-    op: str, x: tuple[int, ...], w: tuple[int, ...], team: int, axis_name: tuple[str, ...], base: str | None = None
+    op: str,
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    team: int,
+    axis_name: tuple[str, ...],
+    transpose_w: bool = False,
+    base: str | None = None,
 ) -> None:
-    """x (..., rows, k), w (k, n); the rows that reduce-scatter divides must be a multiple of the team's size. `base` is
-    the op where users know it by another name."""
+    """x (..., rows, k), w (k, n) or transposed (n, k); the rows that reduce-scatter divides must be a multiple of the
+    team's size. `base` is the op where users know it by another name."""
     if len(x) < 2:
         raise TypeError(
             f"entwine_jax.{op}: x has shape {x} but needs rows and a contraction, (..., rows, k); add a dimension"
         )
     if len(w) != 2:
+        matrix = "(n, k)" if transpose_w else "(k, n)"
         raise TypeError(
-            f"entwine_jax.{op}: w has shape {w} but must be a matrix (k, n); use jax.vmap for a batch of them"
+            f"entwine_jax.{op}: w has shape {w} but must be a matrix {matrix}; use jax.vmap for a batch of them"
         )
-    if x[-1] != w[0]:
-        hint = "; w's transpose would fit" if x[-1] == w[1] else ""
+    contracted, other = (w[1], w[0]) if transpose_w else w
+    if x[-1] != contracted:
+        place, hint = "first", "; w's transpose would fit: pass transpose_w=True"
+        if transpose_w:
+            place, hint = "last", "; w would fit without transpose_w=True"
         raise TypeError(
-            f"entwine_jax.{op}: the last dimension of x {x} has size {x[-1]} but the first of w {w} has size {w[0]}; "
-            f"they are contracted and must be equal{hint}"
+            f"entwine_jax.{op}: the last dimension of x {x} has size {x[-1]} but the {place} of w {w} has size "
+            f"{contracted}; they are contracted and must be equal{hint if x[-1] == other else ''}"
         )
     if (base or op) == "matmul_reduce_scatter" and x[-2] % team:
         raise ValueError(
@@ -249,8 +263,53 @@ def _without_residuals(op: str, found: str, out_sharding: PartitionSpec, saves: 
     return found
 
 
-def bias(op: str, shape: tuple[int, ...], columns: int) -> None:
-    if shape != (columns,):
+def bias(op: str, value: Any, columns: int, dtype: np.dtype[Any], argument: str = "bias") -> jax.Array | None:
+    """A bias of a result of so many columns and that dtype."""
+    if value is None:
+        return None
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"entwine_jax.{op}: {argument} must be a JAX or NumPy array, not {type(value).__name__}")
+    made = jnp.asarray(value)
+    if made.shape != (columns,):
         raise TypeError(
-            f"entwine_jax.{op}: bias has shape {shape} but must have one number for each column of w, ({columns},)"
+            f"entwine_jax.{op}: {argument} has shape {made.shape} but must have one number for each column of the "
+            f"result, ({columns},){_bias_hint(made.shape, columns)}"
         )
+    kinds = [next((k for k in (np.floating, np.integer) if jnp.issubdtype(t, k)), t) for t in (made.dtype, dtype)]
+    if kinds[0] != kinds[1]:
+        raise TypeError(
+            f"entwine_jax.{op}: {argument} is {made.dtype} but the result {dtype}; cast it, "
+            f"{argument}.astype({dtype.name!r}) say"
+        )
+    return made
+
+
+def activated(op: str, activation: str | None, dtype: np.dtype[Any]) -> None:
+    if activation is not None and not jnp.issubdtype(dtype, np.floating):
+        raise TypeError(
+            f"entwine_jax.{op}: activation={activation!r} is for real floating-point results, not {dtype}; pass "
+            "preferred_element_type=jnp.float32, or apply it to the result"
+        )
+
+
+def one_each(op: str, argument: str, value: Any, weights: int) -> list[Any]:
+    """An argument that several weights have one of each."""
+    if value is None:
+        return [None] * weights
+    if not isinstance(value, tuple | list) or len(value) != weights:
+        given = f"{argument}={value!r}" if argument == "activation" else f"{argument}, {type(value).__name__}"
+        if isinstance(value, tuple | list):
+            given = f"{argument} of {len(value)}"
+        raise ValueError(
+            f"entwine_jax.{op}: w holds {weights} weights, so {given} must be a sequence of {weights}, one for each "
+            f"and None for those without: {argument}=({', '.join(['...'] * weights)})"
+        )
+    return [*value]
+
+
+def _bias_hint(shape: tuple[int, ...], columns: int) -> str:
+    if math.prod(shape) == columns:
+        return f"; reshape it to ({columns},)"
+    if len(shape) == 1 and columns and shape[0] % columns == 0:
+        return "; pass the rank's shard of it, as of w"
+    return "; use jax.vmap for a batch of them" if len(shape) == 2 and shape[1] == columns else ""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 STRATEGIES = ("auto", "fused", "xla")
 TRANSPORTS = ("pull", "push")
 RESIDUALS = ("regather", "save")
+# In the order of cc/schedule/activation.h, which begins with none.
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,15 @@ def saves(op: str, residuals: str) -> bool:
     if residuals not in RESIDUALS:
         raise ValueError(f"entwine_jax.{op}: residuals={residuals!r} is unknown; use one of {RESIDUALS}")
     return residuals == "save"
+
+
+def activation(op: str, name: str | None) -> str | None:
+    if name is not None and name not in ACTIVATIONS:
+        raise ValueError(
+            f"entwine_jax.{op}: activation={name!r} is unknown; use None or one of {ACTIVATIONS}, or apply another "
+            "function to the result"
+        )
+    return name
 
 
 def _choose[T](op: str, argument: T | None, variable: str, parse: Callable[[str], T], default: T) -> T:

@@ -22,43 +22,53 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def run(request: Request, x: jax.Array, w: jax.Array, z: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+def run(
+    request: Request, x: jax.Array, w: jax.Array, z: jax.Array | None = None, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """y, and the gathered array if `request.gathers`: all of x (all-gather) or of z (reduce-scatter).
 
-    x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does.
+    x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does. A bias (n) varies as
+    y does.
     """
+    request = dataclasses.replace(request, biased=bias is not None)
     choice = _strategy.choose(request, x, w)
     if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
-        y = run(dataclasses.replace(request, gathers=False), x, w)[0]
+        y = run(dataclasses.replace(request, gathers=False), x, w, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
     if choice.strategy == "fused":
-        results: tuple[jax.Array, jax.Array | None] = _fused_inline(request, choice, x, w, z)
+        results: tuple[jax.Array, jax.Array | None] = _fused_inline(request, choice, x, w, z, bias)
         return results
-    return _lowering.on_xla(request, choice, x, w)
+    return _lowering.on_xla(request, choice, x, w, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(
-    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    operands = (x, w) if z is None else (x, w, z)
-    results = _lowering.collective_matmul_p.bind(*operands, request=request, choice=choice)
+    # A bias is float32 to the kernels; here it has its own dtype, so that its gradient has.
+    more = [v for v in (None if bias is None else bias.astype(jnp.float32), z) if v is not None]
+    results = _lowering.collective_matmul_p.bind(x, w, *more, request=request, choice=choice)
     return results[0], results[1] if request.gathers else None
 
 
-def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
+def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any, bias: Any) -> Any:
     """Keeps only what the gradients that are wanted need: w for dx; for dw x, or all of x where that is at hand, or
-    where there will be no dx beside which to gather it.
+    where there will be no dx beside which to gather it. And what an activation is a function of, which XLA then
+    applies; but relu's gradient is a function of y.
 
     What isn't kept is an empty array in its place: JAX may trace this once more, with other gradients wanted, and mixes
     up residuals of different structure.
     """
     whole = request.gathers or request.saves or not x.perturbed
     whole = whole and w.perturbed and request.op == "all_gather_matmul"
+    outside = request.activation if request.activation != "relu" else None
     run = dataclasses.replace(request, gathers=request.gathers or whole)
+    if outside is not None:
+        run = dataclasses.replace(run, activation=None)
     if whole:  # the plan was for a call that gathers nothing for others
         choice = dataclasses.replace(choice, plan=_strategy.plan(run, x.value, w.value))
-    y, gathered = _fused_inline(run, choice, x.value, w.value, None if z is None else z.value)
+    y, gathered = _fused_inline(run, choice, *(None if v is None else v.value for v in (x, w, z, bias)))
+    inner, y = y, _reference.finish(y, None, outside)
     if request.op == "all_gather_matmul" and gathered is not None:
         gathered = _reference.named(gathered)
     nothing = jnp.zeros((0,), x.value.dtype)
@@ -66,6 +76,8 @@ def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any) -> Any:
         x.value if w.perturbed and not whole else nothing,
         w.value if x.perturbed else nothing,
         gathered if whole else nothing,
+        nothing if request.activation is None else inner,
+        nothing if bias is None else jnp.zeros((int(bias.perturbed),), bias.value.dtype),
     )
     return (y, gathered if request.gathers else None), kept
 
@@ -76,9 +88,15 @@ OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": 
 
 def _backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> Any:
     dy, d_gathered = (None if isinstance(d, jax.custom_derivatives.SymbolicZero) else d for d in cotangents)
-    dx = dw = dz = None
+    dx = dw = dz = dbias = None
     if dy is not None:
-        x, w, gathered = (v if v.size else None for v in kept)
+        x, w, gathered, activated, wants_bias = (v if v.size else None for v in kept)
+        if activated is not None and request.activation is not None:
+            dy = _reference.pull_back(dy, activated, request.activation)
+        if (
+            wants_bias is not None
+        ):  # of an all-reduce before the ranks' shares of dy are added: theirs of dbias will be, too
+            dbias = _reference.bias_gradient(dy, wants_bias.dtype)
         dx, dw = from_dy(request, choice, dy, x, w, gathered, kept[0].dtype)
     if d_gathered is not None:
         back = _reference.gather_gradient(d_gathered, request.team.axis_name)
@@ -86,11 +104,13 @@ def _backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> A
             dz = back
         else:
             dx = back if dx is None else dx + back
-    return dx, dw, dz
+    return dx, dw, dz, dbias
 
 
 def from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered: Any, dtype: Any) -> tuple[Any, Any]:
     """dx and dw, in `dtype`, of what `_forward` has kept the operands for."""
+    if x is None and w is None and gathered is None:
+        return None, None
     operand, axis_name = operand_dtype(choice, dtype, dy.dtype), request.team.axis_name
     dy, x, w, gathered = (None if v is None else v.astype(operand) for v in (dy, x, w, gathered))
     transpose, precision = not request.transpose_w, request.precision
@@ -131,10 +151,10 @@ _fused.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _fused_inline(
-    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None
+    request: Request, choice: Choice, x: jax.Array, w: jax.Array, z: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """In a trace of its own, since shard_map outside of jit knows no symbolic zeros."""
-    results: tuple[jax.Array, jax.Array | None] = _fused(request, choice, x, w, z)
+    results: tuple[jax.Array, jax.Array | None] = _fused(request, choice, x, w, z, bias)
     return results
 
 

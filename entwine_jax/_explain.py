@@ -40,6 +40,8 @@ class CollectiveMatmul:
     arena_bytes: int  # peer memory that the call needs on each rank; calls of one team share it
     gathered: tuple[int, ...] | None = None  # of a gathered array that the call gives beside y, if it does
     w_dtype: np.dtype[Any] | None = None  # of w where it isn't that of x: float8_e4m3fn beside float8_e5m2
+    bias: bool = False  # whether the call adds one
+    activation: str | None = None  # that the call applies
 
 
 class Explanation(Sequence[CollectiveMatmul]):
@@ -113,7 +115,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
     if about is None:
         about = equation.params["request"], equation.params["choice"]
         x, w, *beside = (variable.aval for variable in equation.invars)
-        beside = beside[1:] if about[0].scaled else beside
+        beside = beside[int(about[0].biased) + int(about[0].scaled) :]
     else:
         x, w, beside = equation.params["x"], equation.params["w"], []
     if isinstance(about, str):  # explicit shardings left it to XLA
@@ -136,6 +138,8 @@ def _describe(equation: Any) -> CollectiveMatmul:
         arena_bytes=_strategy.arena_bytes(request, choice.plan, x, w, z) if choice.plan else 0,
         gathered=gathered_type(request, z or x).shape if request.gathers else None,
         w_dtype=None if w.dtype == x.dtype else w.dtype,
+        bias=request.biased,
+        activation=request.activation,
     )
 
 
@@ -190,7 +194,7 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
         plan = _plan(m.op, m.plan)
         plan += f" copiers {m.plan.copiers}" if m.gathered else ""
     return (
-        m.op,
+        " + ".join([m.op, *["bias"] * m.bias, *filter(None, [m.activation])]),
         _array(m.dtype, m.x),
         _array(m.w_dtype or m.dtype, m.w) + (".T" if m.transpose_w else ""),
         _array(m.result_dtype, m.y),

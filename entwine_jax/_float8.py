@@ -6,12 +6,11 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _config, _lowering, _scaled, _team
+from ._checks import Scales
 from ._config import Config
 from ._differentiable import flat
-from ._ops import AxisName
 from ._strategy import Request
-
-Scales = tuple[ArrayLike, ArrayLike]
+from ._team import AxisName
 
 
 def float8_all_gather_matmul(
@@ -124,7 +123,7 @@ def _quantised(
     x, w = _checks.arrays(op, x, w)
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
-    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, base)
+    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, base=base)
     pair = None if scales is None else _checks.pair(op, scales)
     dtype = _checks.quantised_types(op, x, w, preferred_element_type, precision)
     if pair is not None and base == "all_gather_matmul":

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from . import _batching, _core, _reference, _strategy, _threads
-from ._config import TRANSPORTS
+from ._config import ACTIVATIONS, TRANSPORTS
 from ._strategy import Choice, Plan, Request
 
 _threads.provide()
@@ -29,18 +29,39 @@ def vary(x: jax.Array, w: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Ar
 
     With check_vma=False nothing varies in JAX's books and this does nothing.
     """
-    axes = frozenset(axis_name).union(*(jax.typeof(v).manual_axis_type.varying for v in (x, w)))
+    axes = frozenset(axis_name).union(*(varying(v) for v in (x, w)))
+    return _cast(x, axes), _cast(w, axes)
 
+
+def vary_bias(
+    op: str, x: jax.Array, w: jax.Array, bias: jax.Array | None, axis_name: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The same with a bias. That of an all-reduce must not vary over the team's axes, as y doesn't."""
+    x, w = vary(x, w, axis_name)
+    if bias is None:
+        return x, w, None
+    kept = {*axis_name} if op == "matmul_all_reduce" else set()
+    if wrong := kept & varying(bias):
+        raise ValueError(
+            f"entwine_jax.{op}: bias varies over mesh axes {(*sorted(wrong),)}, but every rank has the same result, so "
+            "it must be the same on every rank: leave these axes out of its in_specs"
+        )
+    axes = varying(x) | varying(bias)
+    return _cast(x, axes), _cast(w, axes), _cast(bias, axes - kept)
+
+
+def varying(v: jax.Array) -> frozenset[str]:
+    axes: frozenset[str] = jax.typeof(v).manual_axis_type.varying
+    return axes
+
+
+def _cast(v: jax.Array, axes: frozenset[str]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
-
-    def cast(v: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - jax.typeof(v).manual_axis_type.varying))
-        alone = tuple(name for name in missing if mesh.auto_axes and mesh.shape[name] == 1)
-        several = tuple(name for name in missing if name not in alone)
-        v = lax.pcast(v, several, to="varying") if several else v
-        return _vary_alone(v, alone) if alone else v
-
-    return cast(x), cast(w)
+    missing = tuple(sorted(axes - varying(v)))
+    alone = tuple(name for name in missing if mesh.auto_axes and mesh.shape[name] == 1)
+    several = tuple(name for name in missing if name not in alone)
+    v = lax.pcast(v, several, to="varying") if several else v
+    return _vary_alone(v, alone) if alone else v
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -66,14 +87,14 @@ def _vary_alone_backward(axis_name: tuple[str, ...], saved: None, dv: jax.Array)
 _vary_alone.defvjp(_vary_alone_forward, _vary_alone_backward)
 
 
-# Operands x, w, the scale of a scaled product and, if reduce-scatter gathers beside, z; results y and, if the request
-# gathers, all of x or z.
+# Operands x, w, a bias if the request is biased, the scale of a scaled product, and z if reduce-scatter gathers that
+# beside; results y and, if the request gathers, all of x or z.
 collective_matmul_p = Primitive("collective_matmul")
 collective_matmul_p.multiple_results = True
 
 
 def _results(x: Any, w: Any, *more: Any, request: Request, choice: Choice) -> list[Any]:
-    y, z = _result(x, w, request), more[1:] if request.scaled else more
+    y, z = _result(x, w, request), more[int(request.biased) + int(request.scaled) :]
     return [y, gathered(request, *(z or (x,)))] if request.gathers else [y]
 
 
@@ -108,6 +129,8 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
     numbers = {
         "team_size": request.team.size,
         "transpose_w": int(request.transpose_w or request.scaled),
+        "biased": int(request.biased),
+        "activation": (None, *ACTIVATIONS).index(request.activation),
         "scaled": int(request.scaled),
         "tile_m": plan.tile_m,
         "tile_n": plan.tile_n,
@@ -161,7 +184,12 @@ _REFERENCE = {
 
 
 def on_xla(
-    request: Request, choice: Choice, x: jax.Array, w: jax.Array, scale: jax.Array | None = None
+    request: Request,
+    choice: Choice,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The product in lax, with JAX's own derivatives and batching; and all of all-gather's x if the request gathers."""
     team, dtype, whole = request.team, request.dtype, None
@@ -179,7 +207,8 @@ def on_xla(
         y = _reference.matmul(x, w, **options)
     else:
         y = _REFERENCE[request.op](x, w, team.axis_name, **options)
-    return note(y.astype(request.dtype), jax.typeof(x), jax.typeof(w), (request, choice)), whole
+    y = _reference.finish(y.astype(request.dtype), bias, request.activation)
+    return note(y, jax.typeof(x), jax.typeof(w), (request, choice)), whole
 
 
 # Leaves a word to `explain` where a product is XLA's.

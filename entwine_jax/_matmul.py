@@ -1,5 +1,6 @@
 """collective_matmul: jnp.matmul on global arrays, whose shardings pick the collective matmul that runs."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,11 +10,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _ops, _placed, _products, _selection, _spread
+from . import _checks, _config, _lowering, _on_ranks, _placed, _products, _reference, _selection, _spread
+from ._checks import Scales
 from ._config import Config
-from ._ops import AxisName, Scales
 from ._placed import Place
+from ._selection import OPERANDS
 from ._spread import Call
+from ._team import AxisName
 
 OP = "collective_matmul"
 OutSharding = PartitionSpec | NamedSharding | None
@@ -25,7 +28,9 @@ def collective_matmul(
     *,
     axis_name: AxisName | None = None,
     out_sharding: OutSharding = None,
+    transpose_w: bool = False,
     bias: ArrayLike | None = None,
+    activation: str | None = None,
     residuals: str = "regather",
     scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
@@ -33,7 +38,7 @@ def collective_matmul(
     strategy: str | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """``jnp.matmul(x, w) + bias`` on global arrays, their collective running while the product does.
+    """``activation(jnp.matmul(x, w) + bias)`` on global arrays, their collective running while the product does.
 
     The shardings choose, for ``y[..., m, n] = x[..., m, k] @ w[k, n]`` and any mesh axis ``t``:
 
@@ -66,7 +71,12 @@ def collective_matmul(
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor. Outside of ``jax.shard_map`` it
         restricts the choice to that team; by default any axis will do.
       out_sharding: where y shall lie.
-      bias: added to every row of y, rounded to y's dtype; of shape (n,), or a rank's shard of that where w is one.
+      transpose_w: whether w is stored as (n, k), as an embedding table tied to the last layer is: ``y = x @ w.T``. It
+        is read as it lies. (The product is then the one that elsewhere is a gradient, and messages about its shardings
+        call it so, ``y @ w.T``. What its weight gradient gathers, XLA gathers, and ``residuals`` mean nothing to it.)
+      bias: added to every row of y; of shape (n,), or a rank's shard of that where w is one.
+      activation: as in `all_gather_matmul`: None, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``. Fused kernels
+        add the bias and apply it (where no gradient is taken) to float32 sums, before these are rounded.
       residuals: as in `all_gather_matmul`: ``"save"`` keeps x for the weight gradient as it was gathered, named
         ``"entwine_gathered"``, rather than gather it again. Products whose shardings select another op, or a plain dot,
         keep x as ever. Inside ``jax.shard_map``, where ``out_sharding`` alone names the op, ``"save"`` is an error for
@@ -93,7 +103,7 @@ def collective_matmul(
     """
     x, w = _checks.arrays(OP, x, w)
     settings = _config.resolve(OP, strategy, config)
-    _checks.shapes(OP, x.shape, w.shape, 1, ())
+    _checks.shapes(OP, x.shape, w.shape, 1, (), transpose_w)
     pair = _checks.scales(OP, x, w, scales)
     if pair is None:
         operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
@@ -103,46 +113,60 @@ def collective_matmul(
     names = _checks.team(OP, axis_name)
     spec = _checks.spec(OP, out_sharding, x.ndim)
     saves = _config.saves(OP, residuals)
-    call = Call("y", dtype, precision, settings, names, saves)
+    call = Call(
+        "x" if transpose_w else "y", dtype, precision, settings, names, saves, _config.activation(OP, activation)
+    )
+    _checks.activated(OP, activation, dtype)
+    bias = _checks.bias(OP, bias, w.shape[0 if transpose_w else 1], dtype)
 
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
         op = _checks.op_inside(OP, names, spec, saves)
-        options: Any = {"saves": saves, "scales": pair}
-        y = _ops.on_ranks(op, x, w, names, preferred_element_type, precision, strategy, config, **options)[0]
-    elif manual and manual == {*mesh.axis_names}:
+        options = preferred_element_type, precision, strategy, config, False, saves
+        epilogue: Any = {"bias": bias, "activation": activation}
+        y, _ = _on_ranks.on_ranks(op, x, w, names, *options, transpose_w=transpose_w, scales=pair, **epilogue)
+        return y
+    if manual and manual == {*mesh.axis_names}:
         raise ValueError(
             f"entwine_jax.{OP}: inside jax.shard_map over axes {(*mesh.manual_axes,)} x and w are shards, and JAX "
             "doesn't know of what; say so with axis_name= one of these axes and out_sharding=, "
             "or write x @ w for the product of the shards alone"
             + ("" if names is None else f" (axis_name={_checks.axis(names)} is none of them)")
         )
-    else:
-        operands = (x, w) if pair is None else (x, w, pair[0] * pair[1])
-        y = _global(call, operands, out_sharding, spec)
-    return y if bias is None else _biased(y, bias, w.shape[1])
+    scale = None
+    if pair is not None:  # the kernels' lowering transposes w once more
+        w, scale, call = w.T if transpose_w else w, pair[0] * pair[1], dataclasses.replace(call, product="y")
+    return _global(call, x, w, bias, scale, out_sharding, spec)
 
 
 def _global(
-    call: Call, operands: tuple[jax.Array, ...], out_sharding: OutSharding, spec: PartitionSpec | None
+    call: Call,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    scale: jax.Array | None,
+    out_sharding: OutSharding,
+    spec: PartitionSpec | None,
 ) -> jax.Array:
-    """x and w are whole, along the axes that aren't manual at least; a third operand is their scale."""
-    mesh = _mesh(*operands[:2])
+    """Operands are whole, along the axes that aren't manual at least; a scale is that of float8 x and w."""
+    mesh = _mesh(x, w)
     _checks.axes_of_mesh(OP, mesh, call.axis_name, spec)
     if spec is not None and isinstance(out_sharding, PartitionSpec) and not mesh.empty:
         out_sharding = NamedSharding(mesh, spec)  # so that no mesh needs to be set
     if {*mesh.explicit_axes}:
-        return _explicit(call, mesh, operands, out_sharding, spec)
+        return _explicit(call, mesh, x, w, bias, scale, out_sharding, spec)
     if mesh.manual_axes:
-        return _partial(call, mesh, operands, spec)
-    y: jax.Array = _automatic(call, out_sharding, *operands)
+        return _partial(call, mesh, x, w, bias, scale, spec)
+    y: jax.Array = _automatic(call, out_sharding, x, w, bias, scale)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _automatic(call: Call, out_sharding: Any, *operands: jax.Array) -> jax.Array:
-    y: jax.Array = _product(call, None, *operands)
+def _automatic(
+    call: Call, out_sharding: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, scale: jax.Array | None
+) -> jax.Array:
+    y: jax.Array = _product(call, None, x, w, bias, scale)
     if out_sharding is None:
         return y
     try:
@@ -155,11 +179,19 @@ def _automatic(call: Call, out_sharding: Any, *operands: jax.Array) -> jax.Array
     return y
 
 
-def _product(call: Call, place: Place | None, *operands: jax.Array) -> Any:
-    return (_products.product if len(operands) == 2 else _products.scaled)(call, place, *operands)
+def _product(
+    call: Call, place: Place | None, x: jax.Array, w: jax.Array, bias: jax.Array | None, scale: jax.Array | None
+) -> Any:
+    """Of float8 the epilogue is XLA's, on y as it is rounded."""
+    if scale is None:
+        return _products.product(call, place, x, w, None, None, bias)
+    y = _products.scaled(dataclasses.replace(call, activation=None), place, x, w, scale)
+    return _reference.finish(y, bias, call.activation)
 
 
-def _partial(call: Call, mesh: Any, operands: tuple[jax.Array, ...], spec: Any) -> jax.Array:
+def _partial(
+    call: Call, mesh: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, scale: jax.Array | None, spec: Any
+) -> jax.Array:
     """Inside a shard_map over other axes: the team's own is automatic, and no one says where x and w lie."""
     team = call.axis_name
     if team is None or spec is None:
@@ -173,31 +205,44 @@ def _partial(call: Call, mesh: Any, operands: tuple[jax.Array, ...], spec: Any) 
                 f"entwine_jax.{OP}: axis_name={_checks.axis(team)} is manual here in part, {name!r} is: "
                 "make all of it manual in jax.shard_map's axis_names, or none"
             )
-    x, w, *scale = operands
     op, rows, none = _checks.op_inside(OP, team, spec, call.saves), PartitionSpec, [None] * (x.ndim - 2)
     specs = {
         "all_gather_matmul": (rows(*none, team, None), rows(None, team), rows(*none, None, team)),
         "matmul_reduce_scatter": (rows(*none, None, team), rows(team, None), rows(*none, team, None)),
         "matmul_all_reduce": (rows(*none, None, team), rows(team, None), rows(*none, None, None)),
     }[op]
-    place = Place(mesh, team, tuple(zip("xwy", specs, strict=True)), explicit=False)
-    x, w = _lowering.vary(x, w, ())
-    y: jax.Array = _placed_product(call, place, x, w, *scale)
+    if call.product == "x":
+        specs = specs[0], PartitionSpec(*reversed(specs[1])), specs[2]
+    names = (*OPERANDS[call.product], call.product)
+    place = Place(mesh, team, tuple(zip(names, specs, strict=True)), explicit=False)
+    x, w, bias = _lowering.vary_bias(OP, x, w, bias, ())
+    y: jax.Array = _placed_product(call, place, x, w, bias, scale)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _placed_product(call: Call, place: Place, *operands: jax.Array) -> Any:
-    return _product(call, place, *operands)
+def _placed_product(
+    call: Call, place: Place, x: jax.Array, w: jax.Array, bias: jax.Array | None, scale: jax.Array | None
+) -> Any:
+    return _product(call, place, x, w, bias, scale)
 
 
-def _explicit(call: Call, mesh: Any, operands: tuple[jax.Array, ...], out_sharding: Any, spec: Any) -> jax.Array:
-    x, w, *scale = operands
+def _explicit(
+    call: Call,
+    mesh: Any,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    scale: jax.Array | None,
+    out_sharding: Any,
+    spec: Any,
+) -> jax.Array:
     axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     given = {"x": jax.typeof(x).sharding.spec, "w": jax.typeof(w).sharding.spec}
     dims = {name: _selection.of_dims(s, v.ndim, sizes) for (name, s), v in zip(given.items(), (x, w), strict=True)}
-    if dims["x"][-1] != dims["w"][0] and dims["x"][-1] and dims["w"][0]:
+    matrix = dims["w"][::-1] if call.product == "x" else dims["w"]
+    if dims["x"][-1] != matrix[0] and dims["x"][-1] and matrix[0]:
         raise ValueError(
             f"entwine_jax.{OP}: x {given['x']} and w {given['w']} disagree on how their contraction is sharded; "
             "move one with jax.sharding.reshard"
@@ -209,24 +254,29 @@ def _explicit(call: Call, mesh: Any, operands: tuple[jax.Array, ...], out_shardi
             "jax.sharding.reshard"
         )
     if spec is None:
-        spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], dims["w"])))
-    x, w = _lowering.vary(x, w, ())
-    place = Place(mesh, axes, (*given.items(), ("y", spec)), explicit=True)
+        spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], matrix)))
+    x, w, bias = _lowering.vary_bias(OP, x, w, bias, ())
+    if bias is not None:  # so that its gradient, a sum over rows of y's, lies where it does
+        bias = jax.sharding.reshard(bias, NamedSharding(mesh, PartitionSpec(spec[-1])))
+    names = (*OPERANDS[call.product], call.product)
+    place = Place(mesh, axes, tuple(zip(names, (*given.values(), spec), strict=True)), explicit=True)
     found = _placed.layout(call, place, x, w)
     if found.op != "dot":
-        y: jax.Array = _placed_product(call, place, x, w, *scale)
+        y: jax.Array = _placed_product(call, place, x, w, bias, scale)
         return y
     _spread.check(call, found)
+    w = w.T if call.product == "x" else w
     try:
-        if scale:
-            y = _scaled_dot(call, x, w, scale[0], out_sharding)
+        if scale is not None:
+            y = _scaled_dot(call, x, w, scale, out_sharding)
         else:
             y = jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError":  # it isn't public
             raise
         raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
-    return _lowering.note(y, jax.typeof(x), jax.typeof(w), found.reason)
+    y = _lowering.note(y, jax.typeof(x), jax.typeof(w), found.reason)
+    return _reference.finish(y, bias, call.activation)
 
 
 def _scaled_dot(call: Call, x: jax.Array, w: jax.Array, scale: jax.Array, out_sharding: Any) -> jax.Array:
@@ -242,9 +292,3 @@ def _mesh(x: jax.Array, w: jax.Array) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     meshes = (mesh, *(jax.typeof(v).sharding.mesh for v in (x, w)))
     return next((m for m in meshes if not m.empty), mesh)
-
-
-def _biased(y: jax.Array, bias: ArrayLike, columns: int) -> jax.Array:
-    bias = jnp.asarray(bias)
-    _checks.bias(OP, bias.shape, columns)
-    return y + bias.astype(y.dtype)

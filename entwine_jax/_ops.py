@@ -1,19 +1,15 @@
-"""The per-shard ops as users call them: what they compute, and their checks."""
+"""The per-shard ops as users call them: what they compute."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, cast, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _of_rows, _scaled, _team
+from . import _checks, _config, _on_ranks
+from ._checks import Scales
 from ._config import Config
-from ._differentiable import flat, run
-from ._strategy import Request
-
-AxisName = str | Sequence[str]
-Scales = tuple[ArrayLike, ArrayLike]
+from ._team import AxisName as AxisName
 
 
 @overload
@@ -23,6 +19,9 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[False] = False,
+    transpose_w: bool = ...,
+    bias: ArrayLike | None = ...,
+    activation: str | None = ...,
     residuals: str = ...,
     scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
@@ -37,6 +36,9 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[True],
+    transpose_w: bool = ...,
+    bias: ArrayLike | None = ...,
+    activation: str | None = ...,
     residuals: str = ...,
     scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
@@ -51,6 +53,9 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[False] = False,
+    transpose_w: bool = ...,
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
     scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
@@ -65,6 +70,9 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: Literal[True],
+    transpose_w: bool = ...,
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
     scales: Scales | None = ...,
     preferred_element_type: DTypeLike | None = ...,
@@ -78,6 +86,9 @@ def all_gather_matmul(
     axis_name: AxisName,
     *,
     return_gathered: bool = False,
+    transpose_w: bool = False,
+    bias: ArrayLike | Sequence[ArrayLike | None] | None = None,
+    activation: str | Sequence[str | None] | None = None,
     residuals: str = "regather",
     scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
@@ -112,7 +123,16 @@ def all_gather_matmul(
     Args:
       x: the rank's rows; leading dimensions are a batch.
       w: the rank's columns, a matrix; or several.
+      transpose_w: whether w is stored as ``(n / t, k)``, as an embedding table tied to the last layer is:
+        ``all_gather(x) @ w.T``. It is read as it lies, without a copy, and ``dw`` lies so too.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      bias: added to every row of y, of shape (n / t,): the rank's shard of it, as of w. y is then ``activation(
+        all_gather(x) @ w + bias)``; the fused kernels do both to the float32 sums, before these are rounded, at next to
+        no cost. With several weights a sequence, with None for those without.
+      activation: None, ``"relu"``, ``"gelu"`` (exact, by erf), ``"gelu_tanh"`` (``jax.nn.gelu``'s default) or
+        ``"silu"``. It is fused where no gradient is taken, as in inference (``"relu"`` always): the backward pass needs
+        what it is a function of, so there XLA applies it to what the kernel has rounded. With several weights a
+        sequence: ``activation=("silu", None)``.
       return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
         differentiable as well.
       residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
@@ -147,11 +167,11 @@ def all_gather_matmul(
     an (n, k) array. There is no gradient, which would be float8 as well: `float8_all_gather_matmul` has one.
 
     Raises:
-      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; scales that are
-        missing, of another form than a pair of float32 scalars, or of operands that aren't float8; a gradient of
-        float8 operands is asked for.
-      ValueError: the axis isn't a manual axis of the mesh; unknown residuals, strategy, precision or setting;
-        an x_scale that varies over the axis.
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; a bias of another
+        length, rank or kind of number; scales that are missing, of another form than a pair of float32 scalars, or of
+        operands that aren't float8; a gradient of float8 operands is asked for.
+      ValueError: the axis isn't a manual axis of the mesh; unknown activation, residuals, strategy, precision or
+        setting; an x_scale that varies over the axis.
       NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
@@ -160,9 +180,11 @@ def all_gather_matmul(
     saves = _config.saves(op, residuals)
     if isinstance(w, tuple | list):
         _checks.several_scales(op, x, scales)
-        ys, rows = _several(x, w, axis_name, preferred_element_type, precision, strategy, config)
+        ys, rows = _on_ranks.several(
+            x, w, axis_name, preferred_element_type, precision, strategy, config, transpose_w, bias, activation
+        )
         return (ys, rows) if return_gathered else ys
-    y, gathered = on_ranks(
+    y, gathered = _on_ranks.on_ranks(
         op,
         x,
         cast(ArrayLike, w),
@@ -173,7 +195,10 @@ def all_gather_matmul(
         config,
         bool(return_gathered),
         saves,
-        scales,
+        transpose_w=transpose_w,
+        bias=cast(Any, bias),
+        activation=cast(Any, activation),
+        scales=scales,
     )
     return y if gathered is None else (y, gathered)
 
@@ -183,6 +208,9 @@ def matmul_reduce_scatter(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    transpose_w: bool = False,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
     scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
@@ -212,6 +240,9 @@ def matmul_reduce_scatter(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
+      bias, activation: as in `all_gather_matmul`, ``y = activation(reduce_scatter(x @ w) + bias)``; the bias is
+        whole on every rank, (n,), and added once.
       scales: as in `all_gather_matmul`; they may differ from rank to rank.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
@@ -230,7 +261,20 @@ def matmul_reduce_scatter(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_reduce_scatter"
-    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config, scales=scales)[0]
+    return _on_ranks.on_ranks(
+        op,
+        x,
+        w,
+        axis_name,
+        preferred_element_type,
+        precision,
+        strategy,
+        config,
+        transpose_w=transpose_w,
+        bias=bias,
+        activation=activation,
+        scales=scales,
+    )[0]
 
 
 def matmul_all_reduce(
@@ -238,6 +282,9 @@ def matmul_all_reduce(
     w: ArrayLike,
     axis_name: AxisName,
     *,
+    transpose_w: bool = False,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
     scales: Scales | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
@@ -270,6 +317,9 @@ def matmul_all_reduce(
       x: the rank's part of the contraction; leading dimensions are a batch.
       w: the rank's part of the contraction, a matrix.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
+      bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
+        on every rank, (n,), the same on all, and added once.
       scales: as in `all_gather_matmul`; they may differ from rank to rank.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
@@ -284,81 +334,22 @@ def matmul_all_reduce(
     times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
     bytes.
 
-    It raises what `all_gather_matmul` does.
+    It raises what `all_gather_matmul` does, and ValueError if a bias varies over the axis.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_all_reduce"
-    return on_ranks(op, x, w, axis_name, preferred_element_type, precision, strategy, config, scales=scales)[0]
-
-
-def on_ranks(
-    op: str,
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    preferred_element_type: DTypeLike | None,
-    precision: Any,
-    strategy: str | None,
-    config: Config | None,
-    gathers: bool = False,
-    saves: bool = False,
-    scales: Scales | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """An op by its name, inside a manual shard_map.
-
-    With `gathers`, an all-gather's gathered x too; with `saves` it keeps that for the weight gradient.
-    """
-    x, w = _checks.arrays(op, x, w)
-    settings = _config.resolve(op, strategy, config)
-    team = _team.resolve(op, axis_name)
-    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
-    leading, pair = x.shape[:-2], _checks.scales(op, x, w, scales)
-    if pair is None:
-        operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
-        request = Request(op, team, False, dtype, precision, settings, gathers, saves)
-        x, w = _lowering.vary(x.astype(operand), w.astype(operand), team.axis_name)
-        results = run(request, flat(x), w)
-    else:
-        if op == "all_gather_matmul":
-            _checks.common_scale(op, pair[0], team.axis_name)
-        dtype = _checks.float8_types(op, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
-        request = Request(op, team, False, dtype, precision, settings, gathers, scaled=True)
-        results = _scaled.run(request, *_scaled.varied(team.axis_name, flat(x), w, pair[0] * pair[1]))
-    y, gathered = (v if v is None else v.reshape(*leading, *v.shape[1:]) for v in results)
-    assert y is not None
-    return y, gathered
-
-
-def _several(
-    x: ArrayLike,
-    ws: Sequence[ArrayLike],
-    axis_name: AxisName,
-    preferred_element_type: DTypeLike | None,
-    precision: Any,
-    strategy: str | None,
-    config: Config | None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """all_gather_matmul of several weights: the first product gathers, the others use what it has gathered."""
-    op = "all_gather_matmul"
-    _checks.several(op, ws)
-    settings = _config.resolve(op, strategy, config)
-    team = _team.resolve(op, axis_name)
-    pairs = [_checks.arrays(op, x, w) for w in ws]
-    x = pairs[0][0]
-    for _, w in pairs:
-        _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name)
-    operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for _, w in pairs))
-    x = x.astype(operand)
-    dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
-    request = Request(op, team, False, dtype, precision, settings, gathers=True, saves=True)
-    arrays = [w.astype(operand) for _, w in pairs]
-    for _ in range(2):  # the second time with all axes that any of them varies over
-        for i, w in enumerate(arrays):
-            x, arrays[i] = _lowering.vary(x, w, team.axis_name)
-    leading, x = x.shape[:-2], flat(x)
-    y, rows = run(request, x, arrays[0])
-    assert rows is not None
-    ys = [y, *(_of_rows.product(request, x, w, rows) for w in arrays[1:])]
-    shaped = [v.reshape(*leading, *v.shape[1:]) for v in (*ys, rows)]
-    return tuple(shaped[:-1]), shaped[-1]
+    return _on_ranks.on_ranks(
+        op,
+        x,
+        w,
+        axis_name,
+        preferred_element_type,
+        precision,
+        strategy,
+        config,
+        transpose_w=transpose_w,
+        bias=bias,
+        activation=activation,
+        scales=scales,
+    )[0]

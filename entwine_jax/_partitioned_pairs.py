@@ -12,51 +12,56 @@ from . import _partitioning, _spread
 from ._spread import Call
 
 
-def saving(call: Call, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """y = x @ w, and x once more: if this turns out to gather x, then as it was gathered."""
+def saving(call: Call, x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """y = x @ w (+ bias), and x once more: if this turns out to gather x, then as it was gathered."""
+    biased = bias is not None
 
     @jax.custom_batching.custom_vmap
-    def partitioned(x: jax.Array, w: jax.Array) -> Any:
-        return _partitioned_saving(x.ndim - 2)(x, w, call)
+    def partitioned(*operands: jax.Array) -> Any:
+        return _partitioned_saving(operands[0].ndim - 2, biased)(*operands, call)
 
     @partitioned.def_vmap
     def batched(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Any, tuple[bool, bool]]:
-        return _partitioning.batch_of(call, saving, size, is_batched, operands), (True, True)
+        return _partitioning.batch_of(call, saving, size, is_batched, operands, biased), (True, True)
 
-    both: tuple[jax.Array, jax.Array] = partitioned(x, w)
+    both: tuple[jax.Array, jax.Array] = partitioned(*(v for v in (x, w, bias) if v is not None))
     return both
 
 
 @functools.cache
-def _partitioned_saving(leading: int) -> Any:
-    def both(x: jax.Array, w: jax.Array, call: Call) -> tuple[jax.Array, jax.Array]:
+def _partitioned_saving(leading: int, biased: bool) -> Any:
+    def two(x: jax.Array, w: jax.Array, call: Call) -> tuple[jax.Array, jax.Array]:
         return _spread.whole(call, x, w), x
 
+    def three(x: jax.Array, w: jax.Array, bias: jax.Array, call: Call) -> tuple[jax.Array, jax.Array]:
+        return _spread.whole(call, x, w, bias), x
+
     factors = _partitioning.factors_of(leading)
-    made: Any = custom_partitioning(both, static_argnums=(2,))
+    made: Any = custom_partitioning(three if biased else two, static_argnums=(2 + biased,))
     # Rows of what is kept of x need not lie as x's do: who uses it tells.
     kept = " ".join([*_partitioning.batch_factors(leading), "g", "k"])
     made.def_partition(
         _partition_saving,
-        sharding_rule=f"{factors['x']}, {factors['w']} -> {factors['y']}, {kept}",
+        sharding_rule=f"{factors['x']}, {factors['w']}{', n' if biased else ''} -> {factors['y']}, {kept}",
         need_replication_factors=("s",),
     )
     return made
 
 
 def _partition_saving(call: Call, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    layout = _partitioning.layout_of(call, mesh, args, results[0])
+    layout = _partitioning.layout_of(call, mesh, args[:2], results[0])
     work = _spread.one_rank_saving(
         call, layout, _spread.team_of(layout, dict(mesh.shape), mesh.devices.flat[0].platform)
     )
 
-    def lower(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return work(x, w)
+    def lower(x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return work(x, w, *bias)
 
     kept = layout.operands[0]
     if layout.op == "all_gather_matmul":
         kept = _spread.gathered(kept, layout.team)
-    wanted = tuple(_partitioning.sharding_of(mesh, spec) for spec in layout.operands)
+    specs = (*layout.operands, layout.result[-1:])[: len(args)]
+    wanted = tuple(_partitioning.sharding_of(mesh, spec) for spec in specs)
     made = _partitioning.sharding_of(mesh, layout.result), _partitioning.sharding_of(mesh, kept)
     _partitioning.tell(call, layout, mesh, lower, args, wanted, _partitioning.shard(results[0], made[0]))
     return mesh, lower, made, wanted

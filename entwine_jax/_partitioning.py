@@ -57,10 +57,17 @@ def holds_product(equation: Any) -> bool:
 
 
 def product(
-    call: Call, a: jax.Array, b: jax.Array, like: jax.Array | None = None, rows: jax.Array | None = None
+    call: Call,
+    a: jax.Array,
+    b: jax.Array,
+    like: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """A product of global arrays, without its gradient. A weight gradient may bring `rows`: x once more, as the forward
-    pass has kept it, which may lie where the product wants it."""
+    pass has kept it, which may lie where the product wants it. One that isn't a gradient may bring a bias."""
+    if bias is not None:
+        return _product_and_bias(call, a, b, bias)
 
     # custom_partitioning has no batching rule.
     @jax.custom_batching.custom_vmap
@@ -79,16 +86,34 @@ def product(
     return y
 
 
+def _product_and_bias(call: Call, a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
+    @jax.custom_batching.custom_vmap
+    def partitioned(a: jax.Array, b: jax.Array, bias: jax.Array) -> Any:
+        return _partitioned_with_bias(call.product, a.ndim - 2)(a, b, bias, call)
+
+    @partitioned.def_vmap
+    def batched(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Any, bool]:
+        return batch_of(call, _product_and_bias, size, is_batched, operands, biased=True), True
+
+    y: jax.Array = partitioned(a, b, bias)
+    return y
+
+
 def batch_of(
-    call: Call, made: Callable[..., Any], size: int, is_batched: Sequence[bool], operands: Sequence[jax.Array]
+    call: Call,
+    made: Callable[..., Any],
+    size: int,
+    is_batched: Sequence[bool],
+    operands: Sequence[jax.Array],
+    biased: bool = False,
 ) -> Any:
     """What `made`, which is `product` or takes its operands, gives for a batch. One of x and y is one more leading
-    dimension; with one of w, the products are taken one by one."""
-    names = (*OPERANDS[call.product], call.product, "rows")[: len(operands)]
-    w_is_batched = any(name == "w" and batch for name, batch in zip(names, is_batched, strict=True))
+    dimension; with one of w or of biases, the products are taken one by one."""
+    names = (*OPERANDS[call.product], *(("bias",) if biased else (call.product, "rows")))[: len(operands)]
+    w_is_batched = any(name in ("w", "bias") and batch for name, batch in zip(names, is_batched, strict=True))
     if call.product != "w" and not w_is_batched:
         operands = [
-            v if name == "w" or batch else jnp.broadcast_to(v, (size, *v.shape))
+            v if name in ("w", "bias") or batch else jnp.broadcast_to(v, (size, *v.shape))
             for name, v, batch in zip(names, operands, is_batched, strict=True)
         ]
         return made(call, *operands)
@@ -146,6 +171,37 @@ def _partitioned(product: str, leading: int, operands: int) -> Any:
         need_replication_factors=("s",),
     )
     return made
+
+
+@functools.cache
+def _partitioned_with_bias(product: str, leading: int) -> Any:
+    """The same with a bias, which lies as the result's columns do."""
+
+    def biased(a: jax.Array, b: jax.Array, bias: jax.Array, call: Call) -> jax.Array:
+        return _spread.whole(call, a, b, bias)
+
+    factors, columns = factors_of(leading), {"y": "n", "x": "k"}[product]
+    made: Any = custom_partitioning(biased, static_argnums=(3,))
+    made.def_partition(
+        _partition_with_bias,
+        sharding_rule=f"{', '.join(factors[name] for name in OPERANDS[product])}, {columns} -> {factors[product]}",
+        reduction_factors={"y": ("k",), "x": ("n",)}[product],
+        need_replication_factors=("s",),
+    )
+    return made
+
+
+def _partition_with_bias(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:
+    layout = layout_of(call, mesh, args[:2], result)
+    work = _spread.one_rank(call, layout, _spread.team_of(layout, dict(mesh.shape), mesh.devices.flat[0].platform))
+
+    def lower(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
+        return work(a, b, bias)
+
+    wanted = tuple(sharding_of(mesh, spec) for spec in (*layout.operands, layout.result[-1:]))
+    made = sharding_of(mesh, layout.result)
+    tell(call, layout, mesh, lower, args, wanted, shard(result, made))
+    return mesh, lower, made, wanted
 
 
 def _partition(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:

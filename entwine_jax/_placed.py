@@ -41,24 +41,30 @@ def layout(call: Call, place: Place, a: Any, b: Any) -> Layout:
     )
 
 
-def product(call: Call, place: Place, a: jax.Array, b: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+def product(
+    call: Call,
+    place: Place,
+    a: jax.Array,
+    b: jax.Array,
+    rows: jax.Array | None = None,
+    bias: jax.Array | None = None,
+) -> jax.Array:
     """A product, without its gradient; of a weight gradient, `rows` may be what the forward pass has kept of a."""
     made = layout(call, place, a, b)
     specs = [_partition_spec(spec) for spec in made.operands]
     saved = rows is not None and made.operands[0] == _saved(place, a.ndim)[1]
     if rows is not None and saved:
         a, specs[0] = rows, _saved_spec(place, a.ndim)
-    if place.explicit:
-        a, b = (_move(place, v, spec) for v, spec in zip((a, b), specs, strict=True))
+    operands, specs = _operands(place, made, specs, a, b, bias)
 
-    def rank(a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = _lowering.vary(a[0] if saved else a, b, made.team)
+    def rank(a: jax.Array, b: jax.Array, *bias: jax.Array) -> jax.Array:
+        operands = _varying(made, a[0] if saved else a, b, *bias)
         team = _team.resolve("collective_matmul", made.team) if made.team else None
-        return _spread.one_rank(call, made, team)(a, b)
+        return _spread.one_rank(call, made, team)(*operands)
 
     y: jax.Array = jax.shard_map(
         rank, mesh=place.mesh, in_specs=(*specs,), out_specs=_partition_spec(made.result), axis_names={*place.axes}
-    )(a, b)
+    )(*operands)
     return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
 
 
@@ -84,7 +90,28 @@ def scaled(call: Call, place: Place, x: jax.Array, w: jax.Array, scale: jax.Arra
     return _move(place, y, dict(place.specs)["y"]) if place.explicit else y
 
 
-def saving(call: Call, place: Place, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _operands(
+    place: Place, made: Layout, specs: list[PartitionSpec], a: jax.Array, b: jax.Array, bias: jax.Array | None
+) -> tuple[list[jax.Array], list[PartitionSpec]]:
+    """Of a product's shard_map; a bias lies as the result's columns do."""
+    operands = [a, b]
+    if bias is not None:
+        operands, specs = [a, b, bias], [*specs, _partition_spec(made.result[-1:])]
+    if place.explicit:
+        operands = [_move(place, v, spec) for v, spec in zip(operands, specs, strict=True)]
+    return operands, specs
+
+
+def _varying(made: Layout, a: jax.Array, b: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+    if not made.team:
+        return [*_lowering.vary(a, b, ()), *bias]
+    operands = _lowering.vary_bias(made.op, a, b, next(iter(bias), None), made.team)
+    return [v for v in operands if v is not None]
+
+
+def saving(
+    call: Call, place: Place, x: jax.Array, w: jax.Array, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """y = x @ w and all of x as the team has gathered it, an empty array if it gathers nothing.
 
     The types of a shard_map can't tell that all ranks hold the same, so their copies are an array with a dimension for
@@ -92,18 +119,18 @@ def saving(call: Call, place: Place, x: jax.Array, w: jax.Array) -> tuple[jax.Ar
     """
     made = layout(call, place, x, w)
     if made.op != "all_gather_matmul":
-        return product(call, place, x, w), jnp.zeros((0,), x.dtype)
-    specs = tuple(_partition_spec(spec) for spec in made.operands)
-    if place.explicit:
-        x, w = (_move(place, v, spec) for v, spec in zip((x, w), specs, strict=True))
+        return product(call, place, x, w, bias=bias), jnp.zeros((0,), x.dtype)
+    operands, specs = _operands(place, made, [_partition_spec(spec) for spec in made.operands], x, w, bias)
 
-    def rank(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, w = _lowering.vary(x, w, made.team)
-        y, rows = _spread.one_rank_saving(call, made, _team.resolve("collective_matmul", made.team))(x, w)
+    def rank(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        work = _spread.one_rank_saving(call, made, _team.resolve("collective_matmul", made.team))
+        y, rows = work(*_varying(made, *operands))
         return y, rows[None]
 
     results = _partition_spec(made.result), _saved_spec(place, x.ndim)
-    y, rows = jax.shard_map(rank, mesh=place.mesh, in_specs=specs, out_specs=results, axis_names={*place.axes})(x, w)
+    y, rows = jax.shard_map(rank, mesh=place.mesh, in_specs=(*specs,), out_specs=results, axis_names={*place.axes})(
+        *operands
+    )
     return _move(place, y, dict(place.specs)["y"]) if place.explicit else y, rows
 
 

@@ -20,43 +20,59 @@ def _primal(
     b: jax.Array,
     like: jax.Array | None = None,
     rows: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """`place` says where arrays lie. Without it only the partitioner will know, and a gradient brings what it is a
     gradient of, `like`, to lie where that lies. A weight gradient may bring the `rows` that `saving` has kept: they are
-    x once more, and its own gradient is that of x."""
+    x once more, and its own gradient is that of x. What isn't a gradient may have an epilogue: `bias`, and the
+    call's activation."""
     if place is None:
-        return _partitioning.product(call, a, b, like, rows)
-    return _placed.product(call, place, a, b, rows)
+        return _partitioning.product(call, a, b, like, rows, bias)
+    return _placed.product(call, place, a, b, rows, bias)
 
 
 product: Any = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 
 
-def _primal_saving(call: Call, place: Place | None, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _primal_saving(
+    call: Call, place: Place | None, x: jax.Array, w: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """y = x @ w, and what the weight gradient is to use: x as the product gathers it, where it does."""
-    return _partitioned_pairs.saving(call, x, w) if place is None else _placed.saving(call, place, x, w)
+    return _partitioned_pairs.saving(call, x, w, bias) if place is None else _placed.saving(call, place, x, w, bias)
 
 
 saving: Any = jax.custom_vjp(_primal_saving, nondiff_argnums=(0, 1))
 
 
-def _forward(call: Call, place: Place | None, a: Any, b: Any, like: Any, rows: Any) -> Any:
+def _forward(call: Call, place: Place | None, a: Any, b: Any, like: Any, rows: Any, bias: Any) -> Any:
     """Whether a gradient is wanted at all goes with the residuals, as the size of an empty or non-empty array: JAX may
-    trace this once more with others wanted, and mixes up residuals of different structure."""
+    trace this once more with others wanted, and mixes up residuals of different structure.
+
+    XLA applies an activation here, to what is kept for its gradient; but relu's is a function of y."""
+    outside = call.activation if call.activation != "relu" else None
+    inner = dataclasses.replace(call, activation=None) if outside is not None else call
     # Without dx there is nothing beside which to gather x once more. But nobody asked, and where only the partitioner
     # will know whether it is gathered, a forward pass that is compiled apart might gather the rows of a plain dot.
     if call.product == "y" and b.perturbed and (call.saves or (place is not None and not a.perturbed)):
-        (y, _), kept = _forward_saving(call, place, a, b)
-        return y, kept
-    y = product(call, place, *(v if v is None else v.value for v in (a, b, like, rows)))
-    return y, (a.value, b.value, _wanted(a, b), jnp.zeros((0,), a.value.dtype))
+        (y, _), kept = _forward_saving(inner, place, a, b, bias)
+    else:
+        y = product(inner, place, *(v if v is None else v.value for v in (a, b, like, rows, bias)))
+        kept = a.value, b.value, _wanted(a, b), jnp.zeros((0,), a.value.dtype)
+    return _reference.finish(y, None, outside), (*kept[:4], *_kept_of_epilogue(call, y, bias))
 
 
-def _forward_saving(call: Call, place: Place | None, x: Any, w: Any) -> Any:
-    y, rows = saving(call, place, x.value, w.value)
+def _forward_saving(call: Call, place: Place | None, x: Any, w: Any, bias: Any) -> Any:
+    y, rows = saving(call, place, *(v if v is None else v.value for v in (x, w, bias)))
     rows = lax.stop_gradient(rows)
     kept = _reference.named(rows) if rows.size else rows
-    return (y, rows), (x.value, w.value, _wanted(x, w), kept)
+    return (y, rows), (x.value, w.value, _wanted(x, w), kept, *_kept_of_epilogue(call, y, bias))
+
+
+def _kept_of_epilogue(call: Call, y: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array]:
+    """What the activation's gradient is a function of; and whether the bias' is wanted, in its dtype."""
+    nothing = jnp.zeros((0,), y.dtype)
+    wanted = nothing if bias is None else jnp.zeros((int(bias.perturbed),), bias.value.dtype)
+    return (nothing if call.activation is None else y), wanted
 
 
 def _primal_scaled(call: Call, place: Place | None, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
@@ -75,14 +91,17 @@ def _wanted(a: Any, b: Any) -> tuple[jax.Array, ...]:
 
 
 def _backward(call: Call, place: Place | None, kept: Any, cotangent: Any) -> Any:
-    a, b, wanted, rows = kept
+    a, b, wanted, rows, activated, wants_bias = kept
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return None, None, None, None
+        return None, None, None, None, None
+    if call.activation is not None and activated.size:
+        cotangent = _reference.pull_back(cotangent, activated, call.activation)
+    dbias = _reference.bias_gradient(cotangent, wants_bias.dtype) if wants_bias.size else None
     operands = OPERANDS[call.product]
     known = {operands[0]: a, operands[1]: b, call.product: cotangent}
     rows = rows if rows.size else None
     if call.product == "y" and all(v.size for v in wanted):
-        return *gradients(call, place, cotangent, b, a, rows), None, None
+        return *gradients(call, place, cotangent, b, a, rows), None, None, dbias
 
     def gradient(name: str) -> jax.Array:
         like = None if place is not None else known[name]
@@ -95,12 +114,14 @@ def _backward(call: Call, place: Place | None, kept: Any, cotangent: Any) -> Any
         )
         return made
 
-    return *(gradient(name) if v.size else None for name, v in zip(operands, wanted, strict=True)), None, None
+    made = (gradient(name) if v.size else None for name, v in zip(operands, wanted, strict=True))
+    return *made, None, None, dbias
 
 
 def _backward_saving(call: Call, place: Place | None, kept: Any, cotangents: Any) -> Any:
     """No gradient comes by way of the rows."""
-    return _backward(call, place, kept, cotangents[0])[:2]
+    dx, dw, _, _, dbias = _backward(call, place, kept, cotangents[0])
+    return dx, dw, dbias
 
 
 # Symbolic zeros tell which gradients are wanted: one call that gives both isn't dead while one is used.
@@ -109,7 +130,7 @@ saving.defvjp(_forward_saving, _backward_saving, symbolic_zeros=True)
 
 
 def _to(call: Call, name: str, like: Any) -> Call:
-    return dataclasses.replace(call, product=name, dtype=like.dtype, saves=False)
+    return dataclasses.replace(call, product=name, dtype=like.dtype, saves=False, activation=None)
 
 
 def _both(

@@ -1,5 +1,6 @@
 """The ops spelled in lax: what strategy "xla" runs, what "fused" is tested against, and the weight gradients."""
 
+import functools
 from typing import Any
 
 import jax
@@ -40,6 +41,47 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisNames, **op
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
     summed: jax.Array = lax.psum(matmul(x, w, **options), axis_name)
     return summed
+
+
+def finish(y: jax.Array, bias: jax.Array | None, activation: str | None) -> jax.Array:
+    """activation(y + bias), in float32 at least, rounded to y's dtype once."""
+    if bias is None and activation is None:
+        return y
+    wide = jnp.promote_types(y.dtype, jnp.float32) if jnp.issubdtype(y.dtype, jnp.floating) else y.dtype
+    made = y.astype(wide)
+    if bias is not None:
+        made = made + bias.astype(wide)
+    return activate(made, activation).astype(y.dtype)
+
+
+def activate(x: jax.Array, activation: str | None) -> jax.Array:
+    made: jax.Array
+    if activation is None:
+        return x
+    if activation == "relu":
+        made = jax.nn.relu(x)
+    elif activation == "silu":
+        made = jax.nn.silu(x)
+    else:
+        made = jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+    return made
+
+
+def pull_back(dy: jax.Array, kept: jax.Array, activation: str) -> jax.Array:
+    """The cotangent of x from that of y = activate(x), whose type it has; `kept` is x, or of relu y itself."""
+    if activation == "relu":
+        return lax.select(kept > 0, dy, jnp.zeros_like(dy))
+    wide = jnp.promote_types(kept.dtype, jnp.float32)
+    dx: jax.Array
+    (dx,) = jax.vjp(functools.partial(activate, activation=activation), kept.astype(wide))[1](dy.astype(wide))
+    return dx.astype(dy.dtype)
+
+
+def bias_gradient(dy: jax.Array, dtype: Any) -> jax.Array:
+    """Of a bias that is added to every row."""
+    wide = jnp.promote_types(dy.dtype, jnp.float32)
+    summed: jax.Array = jnp.sum(dy.astype(wide), axis=tuple(range(dy.ndim - 1)))
+    return summed.astype(dtype)
 
 
 def named(gathered: jax.Array) -> jax.Array:

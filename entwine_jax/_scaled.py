@@ -18,14 +18,21 @@ FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def run(
-    request: Request, x: jax.Array, w: jax.Array, scale: jax.Array, z: jax.Array | None = None
+    request: Request,
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    z: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `_differentiable.run`, times `scale`, of float8 x and w: y has no gradient. All vary over the same axes."""
+    """As `_differentiable.run`, times `scale`, of float8 x and w: y has no gradient. All vary over the same axes, but a
+    bias as y does."""
+    request = dataclasses.replace(request, biased=bias is not None)
     choice = _strategy.choose(request, x, w)
     if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
-        y = run(dataclasses.replace(request, gathers=False), x, w, scale)[0]
+        y = run(dataclasses.replace(request, gathers=False), x, w, scale, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
-    results: tuple[jax.Array, jax.Array | None] = _bound_inline(request, choice, x, w, scale, z)
+    results: tuple[jax.Array, jax.Array | None] = _bound_inline(request, choice, x, w, scale, z, bias)
     return results
 
 
@@ -40,11 +47,18 @@ def varied(axis_name: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _bound(
-    request: Request, choice: Choice, x: jax.Array, w: jax.Array, scale: jax.Array, z: jax.Array | None
+    request: Request,
+    choice: Choice,
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    z: jax.Array | None,
+    bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     if choice.strategy != "fused":
-        return _lowering.on_xla(request, choice, x, w, scale)
-    operands = (x, w, scale) if z is None else (x, w, scale, z)
+        return _lowering.on_xla(request, choice, x, w, bias, scale)
+    bias = None if bias is None else bias.astype(jnp.float32)
+    operands = [v for v in (x, w, bias, scale, z) if v is not None]
     results = _lowering.collective_matmul_p.bind(*operands, request=request, choice=choice)
     return results[0], results[1] if request.gathers else None
 

@@ -22,17 +22,19 @@ def product(
     precision: Any,
     settings: Settings,
     gathers: bool = False,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """An op without its gradient, and if it `gathers` all of a; a may have leading dimensions.
 
     If a and b are of different dtypes, `dtype` is what a gradient is wanted in, and the product is taken in theirs.
     """
-    request = Request(op, team, transpose_b, dtype, precision, settings, gathers)
+    request = Request(op, team, transpose_b, dtype, precision, settings, gathers, activation=activation)
     a, leading = flat(a), a.shape[:-2]
     if a.dtype != b.dtype:
         operand = operand_dtype(_strategy.choose(request, a.astype(b.dtype), b), b.dtype, a.dtype)
         a, b, request = a.astype(operand), b.astype(operand), dataclasses.replace(request, dtype=operand)
-    y, rows = _differentiable.run(request, a, b)
+    y, rows = _differentiable.run(request, a, b, bias=bias)
     y = y.reshape(*leading, *y.shape[1:]).astype(dtype)
     return y, None if rows is None else rows.reshape(*leading, *rows.shape[1:])
 

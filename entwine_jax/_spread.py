@@ -25,6 +25,7 @@ class Call:
     settings: Settings
     axis_name: tuple[str, ...] | None  # the only team that may be selected; None for any
     saves: bool = False  # all-gather keeps the gathered x for its weight gradient
+    activation: str | None = None  # of _config.ACTIVATIONS
 
     def __repr__(self) -> str:  # short: it is printed in every jaxpr
         return f"{self.product}:{self.dtype.name}"
@@ -37,8 +38,12 @@ def abstract(call: Call, a: Any, b: Any) -> tuple[int, ...]:
     return (*a.shape[:-1], b.shape[1 if call.product == "y" else 0])
 
 
-def whole(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product itself, as one dot."""
+def whole(call: Call, a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The product itself, as one dot, and its epilogue."""
+    return _reference.finish(_dot(call, a, b), bias, call.activation)
+
+
+def _dot(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
     if call.product == "w":
         return _reference.weight_gradient(a, b, precision=call.precision).astype(call.dtype)
     contracted = (((a.ndim - 1,), (0 if call.product == "y" else 1,)), ((), ()))
@@ -48,18 +53,16 @@ def whole(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.dot_general(a, b, contracted, precision=call.precision, preferred_element_type=call.dtype)
 
 
-def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The work of one rank on its shards."""
+def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[..., jax.Array]:
+    """The work of one rank on its shards, which may be of a bias too: (a, b[, bias])."""
     check(call, layout)
     if layout.op != "dot":
-        assert team is not None
-        return lambda a, b: _shards.product(
-            layout.op, team, a, b, call.product == "x", call.dtype, call.precision, call.settings
-        )[0]
+        work = _fused(call, layout, team, gathers=False)
+        return lambda *shards: work(*shards)[0]
 
-    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        y = whole(call, a, b)
-        return lax.psum(y, layout.summed) if layout.summed else y
+    def dot(a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        y = _dot(call, a, b)
+        return _reference.finish(lax.psum(y, layout.summed) if layout.summed else y, bias, call.activation)
 
     return dot
 
@@ -86,21 +89,22 @@ def one_rank_scaled(
     return work
 
 
-def one_rank_saving(
-    call: Call, layout: Layout, team: Team | None
-) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+def _fused(call: Call, layout: Layout, team: Team | None, gathers: bool) -> Callable[..., Any]:
+    assert team is not None
+
+    def work(a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> Any:
+        transposed, settings = call.product == "x", (call.dtype, call.precision, call.settings)
+        return _shards.product(layout.op, team, a, b, transposed, *settings, gathers, bias, call.activation)
+
+    return work
+
+
+def one_rank_saving(call: Call, layout: Layout, team: Team | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """y = x @ w of one rank, and what to keep of x: all rows that the team has gathered, itself if it gathers none."""
     work = one_rank(call, layout, team)
     if layout.op != "all_gather_matmul":
-        return lambda a, b: (work(a, b), a)
-    assert team is not None
-
-    def both(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, rows = _shards.product(layout.op, team, a, b, False, call.dtype, call.precision, call.settings, gathers=True)
-        assert rows is not None
-        return y, rows
-
-    return both
+        return lambda a, *more: (work(a, *more), a)
+    return _fused(call, layout, team, gathers=True)
 
 
 Gradients = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]

@@ -35,6 +35,12 @@ class Request:
     gathers: bool = False  # also returns a gathered array: all of x, or reduce-scatter's third operand
     saves: bool = False  # all-gather keeps the gathered x for its weight gradient
     scaled: bool = False  # float8 operands, and the scale of their product for another one
+    biased: bool = False  # has a bias for an operand: float32, one number for each column of the result
+    activation: str | None = None  # of _config.ACTIVATIONS
+
+    def bare(self) -> "Request":
+        """Without the epilogue."""
+        return dataclasses.replace(self, biased=False, activation=None)
 
 
 @dataclasses.dataclass(frozen=True)

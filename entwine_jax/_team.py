@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ import jax.extend.backend
 import numpy as np
 
 from . import _checks
+
+AxisName = str | Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
 #   PYTEST_ARGS            for example "-k 'ragged or few_rows' -x"
-#   BENCH_ARGS             for bench and peers, for example "--suite all_reduce --strategy fused,auto"
+#   BENCH_ARGS             for bench and peers, for example "--suite epilogues", "--suite all_reduce --strategy fused,auto"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -18,7 +18,19 @@ from jax.sharding import PartitionSpec
 # Behind everything else: the package under test is the installed one.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from benchmarks import chains, collective_matmul, link, mlp_fwd_bwd, peers, plots, report, rounds, shapes, timeline
+from benchmarks import (
+    chains,
+    collective_matmul,
+    epilogues,
+    link,
+    mlp_fwd_bwd,
+    peers,
+    plots,
+    report,
+    rounds,
+    shapes,
+    timeline,
+)
 from benchmarks.peers import common, pallas, torch_symm_mem
 from entwine_jax import _trace
 
@@ -99,6 +111,27 @@ def test_tiny_float8(tmp_path, capfd):
     assert "bf16/ours" in capfd.readouterr().err
     text = report.report(results)
     assert "float8_e4m3fn, milliseconds" in text and "| ours in bfloat16 |" in text and "| bfloat16 / float8 |" in text
+
+
+def test_epilogues(tmp_path):
+    """With and without, ours and XLA's, in one run; a run of that suite alone has no other rows, and is reported."""
+    out = tmp_path / "epilogues.json"
+    collective_matmul.main(["--out", str(out), "--tiny", "--platform", "cpu", "--suite", "epilogues", "--rounds", "2"])
+    results = json.loads(out.read_text())
+    assert not results["rows"] and [row["op"] for row in results["epilogues"]] == [each.op for each in shapes.TINY]
+    for row in results["epilogues"]:
+        assert set(row["epilogues"]) == set(epilogues.EPILOGUES)
+        for each in row["epilogues"].values():
+            assert each["ours_ms"] > 0 and each["xla_ms"] > 0 and each["error"] < 8e-3
+        assert row["epilogues"]["none"]["ours_over_none"] == row["epilogues"]["none"]["xla_over_none"] == 1
+    (block,) = report.blocks(results).values()
+    assert block.count("\n") == 2 + len(shapes.TINY) * len(epilogues.EPILOGUES) and "| bias, gelu |" in block
+    assert set(report.blocks(results | {"rows": [ROW]})) == {
+        "epilogues",
+        "benchmark",
+        "benchmark-suites",
+        "benchmark-losing",
+    }
 
 
 def test_rows_that_do_not_divide_are_noted(tmp_path, monkeypatch):

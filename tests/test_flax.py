@@ -98,6 +98,7 @@ def test_nnx_mlp(mode, name):
             return y, *pull(dy)
 
         args = state, put(x, mesh, rows)
+        assert all(m.bias for m in entwine_jax.explain(apply, *args))
         assert collectives(jax.jit(apply).lower(*args).compile().as_text()) == BOTH
         compiled = jax.jit(pull).lower(*args, put(dy, mesh, rows)).compile()
         found = collectives(compiled.as_text())
@@ -201,6 +202,7 @@ def test_linen_mlp(mode):
         elif mode == "partial":
             apply = jax.shard_map(apply, in_specs=(P(), P("d")), out_specs=P("d"), axis_names={"d"})
         args = params, put(x, mesh, rows)
+        assert all(m.bias for m in entwine_jax.explain(apply, *args))
         assert collectives(jax.jit(apply).lower(*args).compile().as_text()) == BOTH
         got = jax.jit(lambda params, x, dy: jax.vjp(apply, params, x)[1](dy))(*args, put(dy, mesh, rows))
     assert_close(whole(got), jax.vjp(plain.apply, whole(params), x)[1](dy))

@@ -71,6 +71,21 @@ def test_cpu(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_epilogue(op, pretend_gpus):
+    """The bias is an operand, of float32 whatever it was; without one there is none."""
+    bias = jnp.ones(24 if op == OPS[0] else 96, jnp.bfloat16)
+    operands, attributes = call(lowered(op, mesh_of((4,)), "cuda", bias=bias, activation="silu"), op)
+    assert len(operands) == 3 and attributes["biased"].startswith("1") and attributes["activation"].startswith("4")
+    text = lowered(op, mesh_of((4,)), "cuda", activation="relu")
+    operands, attributes = call(text, op)
+    assert len(operands) == 2 and attributes["biased"].startswith("0") and attributes["activation"].startswith("1")
+    assert "stablehlo.maximum" not in text
+    # Where a gradient is taken XLA applies what the kernel doesn't, but for relu.
+    text = lowered(op, mesh_of((4,)), "cuda", backward=True, bias=bias, activation="gelu_tanh")
+    assert re.search(rf"@entwine_{op}\(.*activation = 0", text) and "stablehlo.tanh" in text
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_cuda(op, pretend_gpus):
     operands, attributes = call(lowered(op, mesh_of((4,)), "cuda"), op)
     assert len(operands) == 2

@@ -111,7 +111,8 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
     return ffi::Unexpected(
         invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
 
-  host::CallSpec spec{op_name(op), op, problem->geometry, problem->plan, problem->transpose_w, *in, *out, problem->gathering};
+  host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,      problem->transpose_w,
+                      *in,         *out, problem->gathering, problem->activation};
   spec.workers = static_cast<uint32_t>(a.workers);
   spec.timeout = host::Timeout(a.timeout_ms);
   spec.stall_us = static_cast<uint32_t>(a.stall_us);
@@ -142,7 +143,7 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, Bu
     team_of({ids, ids + a.team_size})
         .submit(r, site->next(run, team, r), *spec,
                 {buffers.x.untyped_data(), buffers.w.untyped_data(), buffers.y.untyped_data(), buffers.z_data(),
-                 buffers.gathered_data(), buffers.scale_data()},
+                 buffers.gathered_data(), buffers.bias_data(), buffers.scale_data()},
                 done);
   } catch (std::bad_alloc const&) {
     return failure(ffi::ErrorCode::kResourceExhausted, op, "no memory for arenas with two halves of ",

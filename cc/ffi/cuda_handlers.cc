@@ -93,6 +93,8 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
   call.x = buffers.x.untyped_data();
   call.w = buffers.w.untyped_data();
   call.y = buffers.y.untyped_data();
+  call.bias = buffers.bias_data();
+  call.activation = problem.activation;
   call.scale = buffers.scale_data();
   call.gathering = problem.gathering;
   call.z = buffers.z_data();

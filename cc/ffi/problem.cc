@@ -64,7 +64,8 @@ bool is_float8(ffi::DataType type) { return type == ffi::DataType::F8E4M3FN || t
 
 Buffers all_buffers(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y, CallAttributes const& attributes,
                     ffi::RemainingArgs more, ffi::RemainingRets also, size_t first_more, size_t first_also) {
-  Buffers buffers{x, w, y, {}, {}, optional_buffer(also, first_also)};
+  Buffers buffers{x, w, y, {}, {}, {}, optional_buffer(also, first_also)};
+  if (attributes.biased != 0) buffers.bias = optional_buffer(more, first_more++);
   if (attributes.scaled != 0) buffers.scale = optional_buffer(more, first_more++);
   buffers.z = optional_buffer(more, first_more);
   return buffers;
@@ -97,6 +98,14 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                    buffers.scale ? "a" : "no", " scale");
   if (float8 && (buffers.scale->element_type() != ffi::DataType::F32 || buffers.scale->element_count() != 1))
     return invalid(op, "the scale must be one float32 number");
+  if (a.biased < 0 || a.biased > 1 || (a.biased != 0) != buffers.bias.has_value())
+    return invalid(op, "attribute biased is ", a.biased, ", but there is ", buffers.bias ? "a" : "no", " bias");
+  if (buffers.bias) {
+    auto bd = buffers.bias->dimensions();
+    if (bd.size() != 1 || bd[0] != n || buffers.bias->element_type() != ffi::DataType::F32)
+      return invalid(op, "bias must be float32 of shape (", n, "), one number for each column of the result");
+  }
+  if (a.activation < 0 || a.activation >= schedule::kActivations) return invalid(op, "there is no activation ", a.activation);
   for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
   bool fits = a.lead >= 0 && a.transport >= 0 && a.transport <= 1 && a.few_rows >= 0 && a.few_rows <= 1;
@@ -123,7 +132,8 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                       u32(a.copiers)};
   ffi::ErrorOr<schedule::Gathering> gathering = decode_gathering(op, g, buffers);
   if (gathering.has_error()) return ffi::Unexpected(gathering.error());
-  return Problem{op, g, plan, a.transpose_w != 0, x.element_type(), y.element_type(), *gathering};
+  auto activation = static_cast<schedule::Activation>(a.activation);
+  return Problem{op, g, plan, a.transpose_w != 0, activation, x.element_type(), y.element_type(), *gathering};
 }
 
 }  // namespace entwine

@@ -25,6 +25,7 @@ class AllGather : RankPart<In, Out> {
         if (!this->await(t.owner, gathering_.word(t.row), t)) return false;
       }
       this->multiply(worker, t, rows(t));
+      this->finish(worker, t);
       size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
       this->store(worker, t, static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n, g_.n);
     }

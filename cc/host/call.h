@@ -8,6 +8,7 @@
 
 #include "host/arena.h"
 #include "host/element.h"
+#include "schedule/activation.h"
 #include "schedule/plan.h"
 #include "schedule/tile_order.h"
 
@@ -23,9 +24,10 @@ struct CallSpec {
   bool transpose_w;
   Element in, out;
   schedule::Gathering gathering{};  // x of all-gather; what reduce-scatter gathers beside, if anything
-  uint32_t workers = 1;             // a rank
-  Timeout timeout{0};               // of any one wait
-  uint32_t stall_us = 0;            // a random stall of up to this before each claim and each signal
+  schedule::Activation activation = schedule::Activation::kNone;
+  uint32_t workers = 1;   // a rank
+  Timeout timeout{0};     // of any one wait
+  uint32_t stall_us = 0;  // a random stall of up to this before each claim and each signal
   uint64_t stall_seed = 0;
   char const* absent = "";  // for errors: why else a rank may never come to a call
 
@@ -40,8 +42,9 @@ struct Operands {
   void const* x;
   void const* w;
   void* y;
-  void const* z = nullptr;       // reduce-scatter: the own chunk of what is gathered beside
-  void* gathered = nullptr;      // all-gather: null if x's chunks aren't wanted together
+  void const* z = nullptr;   // reduce-scatter: the own chunk of what is gathered beside
+  void* gathered = nullptr;  // all-gather: null if x's chunks aren't wanted together
+  float const* bias = nullptr;
   float const* scale = nullptr;  // of the product, if its operands have 8 bits
 };
 

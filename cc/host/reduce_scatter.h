@@ -12,7 +12,7 @@ class PartialSums : protected RankPart<In, Out> {
   explicit PartialSums(Seat const& seat)
       : RankPart<In, Out>(seat), order_{raster_, g_.ranks, seat.rank, seat.spec->plan.lead} {}
 
-  // Works on all tiles; `store_sum(tile)` is called for an own one when its sum is in the worker's accumulators. False: the
+  // Works on all tiles; `store_sum(tile)` is called for an own one when the accumulators hold what y shall be. False: the
   // call is off.
   template <typename StoreSum>
   bool work(Worker<In>& worker, StoreSum store_sum) {
@@ -22,12 +22,13 @@ class PartialSums : protected RankPart<In, Out> {
       if (position >= order_.size()) return true;
       schedule::Tile t = order_.at(position);
       this->multiply(worker, t, rows(t));
-      if (t.owner != this->rank())
+      if (t.owner != this->rank()) {
         hand_over(worker, t);
-      else if (add_partials(worker, t))
-        store_sum(t);
-      else
-        return false;
+        continue;
+      }
+      if (!add_partials(worker, t)) return false;
+      this->finish(worker, t);
+      store_sum(t);
     }
   }
 

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "host/call.h"
+#include "host/epilogue.h"
 #include "host/tile_math.h"
 
 namespace entwine::host {
@@ -54,6 +55,18 @@ class RankPart {
     if (seat_.operands.scale == nullptr) return;
     for (uint32_t i = 0; i < g_.rows(t); ++i)
       for (uint32_t j = 0; j < cols(t); ++j) worker.product.row(i)[j] *= *seat_.operands.scale;
+  }
+
+  // Adds the bias to the sums of `t`, which are whole, and activates them.
+  void finish(Worker<In>& worker, schedule::Tile const& t) const {
+    float const* bias = seat_.operands.bias;
+    schedule::Activation activation = seat_.spec->activation;
+    if (bias == nullptr && activation == schedule::Activation::kNone) return;
+    for (uint32_t i = 0; i < g_.rows(t); ++i)
+      for (uint32_t j = 0; j < cols(t); ++j) {
+        float& sum = worker.product.row(i)[j];
+        sum = activated(bias == nullptr ? sum : sum + bias[size_t(t.col) * g_.tile_n + j], activation);
+      }
   }
 
   // Rounds the sums of `t` to `out`, whose rows are `pitch` elements apart.

@@ -84,6 +84,7 @@ std::string unsupported(Call const& call) {
   if (g.k * in % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * in);
   if (!call.transposed_w && g.n * in % 16 != 0) return pitch("w", g.n * in);
   if (g.n * out % 16 != 0) return pitch("the result", g.n * out);
+  if (reinterpret_cast<uintptr_t>(call.bias) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
   if (call.gathering.row_bytes % 16 != 0) return pitch("the array gathered beside", call.gathering.row_bytes);
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
     return "a chunk of " + std::to_string(g.chunk_rows()) + " x " + std::to_string(g.cols()) + " tiles is past the limit of " +
@@ -158,6 +159,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.m_shard = g.m_shard;
   p.scale = call.scale;
   p.gather = gather_of(call);
+  p.epilogue = epilogue_of(call.bias, call.activation);
   set_arena(call, p);
   if (call.trace != nullptr) {
     p.trace = call.trace;

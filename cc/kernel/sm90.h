@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernel/operands.h"
+#include "schedule/activation.h"
 #include "schedule/arena_layout.h"
 #include "schedule/plan.h"
 #include "schedule/stuck_report.h"
@@ -22,6 +23,8 @@ struct Call {
   bool transposed_w, float_out;  // the result is float32, else of 16-bit operands' type, bf16 of 8-bit ones
   void const *x, *w;
   void* y;
+  float const* bias;  // n of them; null: none
+  schedule::Activation activation;
   float const* scale;             // 8-bit operands: of their product
   schedule::Gathering gathering;  // x of all-gather; what reduce-scatter gathers beside, if anything
   void const* z;                  // reduce-scatter: the own chunk of that

@@ -45,6 +45,7 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   p.clusters = schedule::smaller(schedule::larger(call.multiprocessors / p.shape.slices, 1), p.shape.tiles);
   p.x_data = static_cast<uint8_t const*>(call.x);
   p.y = static_cast<uint8_t*>(call.y);
+  p.epilogue = epilogue_of(call.bias, call.activation);
   set_arena(call, p);
 
   int shared_bytes = 0;

@@ -86,10 +86,24 @@ class DotGeneral:
         out_sharding: PartitionSpec | NamedSharding | None = None,
     ) -> jax.Array:
         """As ``lax.dot_general``."""
+        return self._with_bias(lhs, rhs, None, dimension_numbers, precision, preferred_element_type, out_sharding)
+
+    def _with_bias(
+        self,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        bias: jax.Array | None,
+        dimension_numbers: _DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: PartitionSpec | NamedSharding | None = None,
+    ) -> jax.Array:
+        """The same and a bias of the last dimension, which the kernels add, for the layers here."""
         x, w = jnp.asarray(lhs), jnp.asarray(rhs)
         problem = _unlike_a_layer(x.ndim, w.ndim, dimension_numbers)
         if problem is not None:
-            return self._plain(x, w, dimension_numbers, precision, preferred_element_type, out_sharding, problem)
+            y = self._plain(x, w, dimension_numbers, precision, preferred_element_type, out_sharding, problem)
+            return y if bias is None else y + bias
         _mind_float32(x, self.strategy)
         contracted = len(dimension_numbers[0][0])
         rows, features = x.shape[: x.ndim - contracted], w.shape[contracted:]
@@ -108,6 +122,7 @@ class DotGeneral:
             w,
             axis_name=self.axis_name,
             out_sharding=sharding,
+            bias=bias,
             residuals=self.residuals,
             preferred_element_type=preferred_element_type,
             precision=precision,

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 
 from .._config import Config
@@ -45,8 +44,7 @@ class _ParallelDense(linen.Dense, kw_only=True):
         dot_general = DotGeneral(
             self.axis_name, out=out, residuals=residuals, strategy=self.strategy, config=self.config
         )
-        y = dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=self.precision)
-        return y if bias is None else y + jnp.reshape(bias, (*[1] * (y.ndim - 1), features))
+        return dot_general._with_bias(x, kernel, bias, (((x.ndim - 1,), (0,)), ((), ())), self.precision)
 
 
 class ColumnParallelDense(_ParallelDense, kw_only=True):

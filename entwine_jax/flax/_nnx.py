@@ -72,9 +72,7 @@ class ColumnParallelLinear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: PartitionSpec | NamedSharding | None = None) -> jax.Array:
         """``inputs @ kernel + bias``, features sharded over the axis; ``out_sharding`` says more, or otherwise."""
-        _mind_promotion(inputs, self.kernel, self.dtype)
-        y: jax.Array = super().__call__(inputs, out_sharding)
-        return y
+        return _apply(self, inputs, out_sharding)
 
 
 class RowParallelLinear(nnx.Linear):
@@ -133,6 +131,18 @@ class RowParallelLinear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: PartitionSpec | NamedSharding | None = None) -> jax.Array:
         """``inputs @ kernel + bias``, rows sharded over the axis or not; ``out_sharding`` says more, or otherwise."""
-        _mind_promotion(inputs, self.kernel, self.dtype)
-        y: jax.Array = super().__call__(inputs, out_sharding)
+        return _apply(self, inputs, out_sharding)
+
+
+def _apply(layer: nnx.Linear, inputs: jax.Array, out_sharding: PartitionSpec | NamedSharding | None) -> jax.Array:
+    """What nnx.Linear does, but that the bias goes into the kernel."""
+    _mind_promotion(inputs, layer.kernel, layer.dtype)
+    if not isinstance(layer.dot_general, DotGeneral):  # someone has put another there
+        y: jax.Array = nnx.Linear.__call__(layer, inputs, out_sharding)
         return y
+    parameters = layer.kernel[...], None if layer.bias is None else layer.bias[...]
+    x, kernel, bias = layer.promote_dtype((inputs, *parameters), dtype=layer.dtype)
+    numbers = ((x.ndim - 1,), (0,)), ((), ())
+    return layer.dot_general._with_bias(
+        x, kernel, bias, numbers, layer.precision, layer.preferred_element_type, out_sharding
+    )

@@ -60,7 +60,7 @@ float decode(std::vector<std::byte> const& bytes, size_t i, Element e) {
 class Product {
  public:
   // `draw` gives the elements of x and w. If spec says that something is gathered, all-gather returns the gathered x, and
-  // reduce-scatter gathers bytes of that shape beside.
+  // reduce-scatter gathers bytes of that shape beside. With an activation it has a bias too.
   template <typename Draw>
   Product(CallSpec const& spec, Draw draw) : spec_(spec), g_(spec.geometry) {
     size_t x_rows = replicate() ? g_.all_rows() : size_t(g_.batch) * g_.m_shard * (gather() ? 1 : g_.ranks);
@@ -82,6 +82,10 @@ class Product {
         z_.emplace_back(z.chunk_bytes());
         for (std::byte& b : z_.back()) b = static_cast<std::byte>(noise());
       }
+      bias_.emplace_back();
+      if (spec.activation != schedule::Activation::kNone)
+        for (uint32_t j = 0; j < g_.n; ++j)  // that of an all-reduce is the same on all ranks
+          bias_.back().push_back(r == 0 || !replicate() ? static_cast<float>(noise() % 64) - 32 : bias_[0][j]);
       if (gathers_) whole_.emplace_back(z.chunk_bytes() * g_.ranks, std::byte{0xff});
     }
   }
@@ -93,6 +97,7 @@ class Product {
             y_[rank].data(),
             gathers_ && !gather() ? z_[rank].data() : nullptr,
             gathers_ ? whole_[rank].data() : nullptr,
+            bias_[rank].empty() ? nullptr : bias_[rank].data(),
             is_float8(spec_.in) ? &scale_ : nullptr};
   }
   std::vector<std::byte> const& y(uint32_t rank) const { return y_[rank]; }
@@ -128,6 +133,8 @@ class Product {
               for (uint32_t q = 0; q < g_.ranks; ++q) add(q, first + i, q, j, want, size);
             }
             if (is_float8(spec_.in)) want *= scale_;
+            if (!bias_[r].empty()) want += bias_[r][j];
+            if (spec_.activation == schedule::Activation::kRelu) want = std::max(want, 0.0);
             double error = std::abs(decode(y_[r], (size_t(b) * rows + i) * g_.n + j, spec_.out) - want);
             if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
           }
@@ -157,6 +164,7 @@ class Product {
   Geometry g_;
   bool gathers_ = false;
   std::vector<std::vector<std::byte>> x_, w_, y_, z_, whole_;
+  std::vector<std::vector<float>> bias_;
 };
 
 // Collects what the ranks report.
@@ -212,6 +220,7 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
   spec.plan.copiers = random.upto(3);
   if (random.below(2) == 0) spec.gathering = {random.upto(2), random.upto(3 * tile_m), random.upto(40)};
   spec.workers = random.upto(4);
+  if (random.below(3) == 0) spec.activation = schedule::Activation::kRelu;
   spec.timeout = Timeout(60000);
   if (op == Op::kMatmulAllReduce) {  // any number of rows, in chunks of a multiple of some
     Geometry& g = spec.geometry;

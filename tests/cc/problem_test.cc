@@ -15,11 +15,11 @@ using schedule::Op;
 // A call of which one thing at a time is spoilt.
 struct Call {
   Op op;
-  std::vector<int64_t> x, w, y, z, gathered, groups = {0, 1, 2, 3};  // z and gathered: empty for none
+  std::vector<int64_t> x, w, y, bias, z, gathered, groups = {0, 1, 2, 3};  // bias, z and gathered: empty for none
   ffi::DataType x_type = ffi::F32, w_type = ffi::F32, y_type = ffi::F32, z_type = ffi::BF16, gathered_type = ffi::BF16;
-  bool scaled = false;  // has a scale, of this shape and type
+  ffi::DataType bias_type = ffi::F32, scale_type = ffi::F32;
+  bool scaled = false;  // has a scale, of this shape
   std::vector<int64_t> scale;
-  ffi::DataType scale_type = ffi::F32;
   CallAttributes attributes{};
 
   explicit Call(Op op) : op(op) {
@@ -35,8 +35,9 @@ struct Call {
     attributes.groups = {groups.data(), groups.size()};
     XLA_FFI_Buffer xb = buffer(x, x_type), wb = buffer(w, w_type), yb = buffer(y, y_type);
     XLA_FFI_Buffer zb = buffer(z, z_type), gb = buffer(gathered, gathered_type);
-    XLA_FFI_Buffer sb = buffer(scale, scale_type);
-    Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}, {}};
+    XLA_FFI_Buffer bb = buffer(bias, bias_type), sb = buffer(scale, scale_type);
+    Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}, {}, {}};
+    if (!bias.empty()) buffers.bias = ffi::AnyBuffer(&bb);
     if (scaled) buffers.scale = ffi::AnyBuffer(&sb);
     if (!z.empty()) buffers.z = ffi::AnyBuffer(&zb);
     if (!gathered.empty()) buffers.gathered = ffi::AnyBuffer(&gb);
@@ -81,6 +82,9 @@ void good_calls_decode() {
       call.attributes.transpose_w = transpose;
       if (transpose) std::swap(call.w[0], call.w[1]);
       call.attributes.lead = 9;
+      call.attributes.activation = 2 * transpose;
+      call.attributes.biased = transpose;
+      if (transpose) call.bias = {5};
       call.attributes.transport = 1;
       auto problem = call.decode();
       CHECK_THAT(problem.has_value(), problem.error().message());
@@ -91,6 +95,7 @@ void good_calls_decode() {
         CHECK(g.batch == 1 && g.m_shard == 20 && g.missing == 0);
       else
         CHECK(g.batch == 2 && g.m_shard == 10 && g.missing == 0);
+      CHECK(problem->activation == (transpose ? schedule::Activation::kGelu : schedule::Activation::kNone));
       CHECK(problem->plan.lead == 9 && problem->plan.transport == schedule::Transport::kPush);
       CHECK(problem->transpose_w == transpose && problem->in == ffi::F32 && problem->out == ffi::F32);
     }
@@ -176,6 +181,13 @@ void bad_calls_are_named() {
       {[](Call& c) { c.w_type = ffi::BF16; }, {"dtype"}},
       {[](Call& c) { c.x[2] = c.w[0] = 0; }, {"size 0"}},
       {[](Call& c) { c.x[2] = c.w[0] = int64_t{1} << 31; }, {"size 2147483648"}},
+      {[](Call& c) { c.attributes.biased = 1; }, {"biased is 1", "no bias"}},
+      {[](Call& c) { c.bias = {5}; }, {"biased is 0", "a bias"}},
+      {[](Call& c) { c.bias = {4}, c.attributes.biased = 1; }, {"bias must be float32", "(5)"}},
+      {[](Call& c) { c.bias = {5, 1}, c.attributes.biased = 1; }, {"bias must be float32", "(5)"}},
+      {[](Call& c) { c.bias = {5}, c.attributes.biased = 1, c.bias_type = ffi::BF16; }, {"bias must be float32"}},
+      {[](Call& c) { c.attributes.activation = 5; }, {"no activation 5"}},
+      {[](Call& c) { c.attributes.activation = -1; }, {"no activation -1"}},
       {[](Call& c) { c.attributes.tile_m = 0; }, {"plan", "tile_m 0"}},
       {[](Call& c) { c.attributes.raster = 0; }, {"plan", "raster 0"}},
       {[](Call& c) { c.attributes.lead = -1; }, {"plan", "lead -1"}},

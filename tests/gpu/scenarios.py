@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from epilogues import by_turns
 from harness import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -95,6 +96,7 @@ def graphs(launches: str = "100") -> None:
     interleaved()
     independent()
     chained()
+    by_turns()
 
 
 def chained(programs: int = 20) -> None:

@@ -1,10 +1,11 @@
 // Consumer: a warpgroup with 64 rows of the tile, up to 128 float32 accumulators a thread. It multiplies, adds partial sums
-// that its storer has fetched, rounds once and hands 8 KB images to its storer. It waits for its loader, its storer and the
-// next tile's post; of peers only through these.
+// that its storer has fetched, bias and activation, rounds once and hands 8 KB images to its storer. It waits for its loader,
+// its storer and the next tile's post; of peers only through these.
 #pragma once
 
 #include "kernel/ptx/matrix.cuh"
 #include "kernel/ptx/wgmma.cuh"
+#include "kernel/sm90/epilogue.cuh"
 #include "kernel/sm90/scheduler.cuh"
 
 namespace entwine::sm90 {
@@ -86,6 +87,9 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     for (uint32_t packed; (packed = take()) != kNoTile;) {
+      schedule::Tile tile = unpack_tile(packed);
+      bool own = C::kGather || tile.owner == cta_.params.rank;
+      if (own) bias_.load(cta_.params, tile.col * C::kTileN + (C::kStacked ? 0 : index_ * C::kConsumerN), lane_);
       for (uint32_t k = 0; k < cta_.params.k_blocks; ++k) {
         multiply(k);
         ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
@@ -97,7 +101,7 @@ class Consumer {
       pin(acc_);
       release(before(stage_));
       if constexpr (C::kFloat8) scale();
-      store(!C::kGather && unpack_tile(packed).owner == cta_.params.rank);
+      store(own);
     }
   }
 
@@ -139,27 +143,38 @@ class Consumer {
     for (float& value : acc_) value *= factor;
   }
 
-  // Adds what has to be added and hands the tile to the storer, image by image.
-  __device__ __forceinline__ void store(bool reduce) {
+  // Bias and activation of one image, whose sums are whole.
+  template <int kImage>
+  __device__ __forceinline__ void finish() {
+    float* values = acc_ + kImage * Image<C>::kValues;
+    bias_.template add<kImage, Image<C>::kValues / 4>(cta_.params, values, lane_);
+    activate<Image<C>::kValues>(cta_.params.epilogue, values);
+  }
+
+  // Adds what has to be added and hands the tile to the storer, image by image; an own tile becomes y. (A loop over images is
+  // more than the compiler unrolls, and then accumulators aren't registers.)
+  template <int kImage = 0>
+  __device__ __forceinline__ void store(bool own) {
     Shared<C> const& shared = cta_.shared;
-#pragma unroll
-    for (int i = 0; i < C::kImages; ++i) {
-      float* values = acc_ + i * Image<C>::kValues;
-      uint32_t buffer = used_ % C::kBuffers;
-      ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
-      if (reduce)
-        for (uint32_t partial = 1;; ++partial) {  // in rank order; the last one's buffer takes the result
-          Image<C>::add(shared.image(index_, buffer), values, warp_, lane_);
-          if (partial == cta_.params.ranks - 1) break;
-          ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
-          buffer = ++used_ % C::kBuffers;
-          ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
-        }
-      Image<C>::store(shared.image(index_, buffer), values, warp_, lane_);
-      ptx::fence_proxy_async_shared();
-      ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
-      ++used_;
+    float* values = acc_ + kImage * Image<C>::kValues;
+    uint32_t buffer = used_ % C::kBuffers;
+    if constexpr (C::kGather) finish<kImage>();  // before the wait, which that may make shorter
+    ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
+    if (!C::kGather && own) {
+      for (uint32_t partial = 1;; ++partial) {  // in rank order; the last one's buffer takes the result
+        Image<C>::add(shared.image(index_, buffer), values, warp_, lane_);
+        if (partial == cta_.params.ranks - 1) break;
+        ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
+        buffer = ++used_ % C::kBuffers;
+        ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
+      }
+      finish<kImage>();
     }
+    Image<C>::store(shared.image(index_, buffer), values, warp_, lane_);
+    ptx::fence_proxy_async_shared();
+    ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
+    ++used_;
+    if constexpr (kImage + 1 < C::kImages) store<kImage + 1>(own);
   }
 
   // Both CTAs' loaders fill this stage's w: tell both.
@@ -179,6 +194,7 @@ class Consumer {
   uint32_t index_, warp_, lane_;
   uint32_t stage_ = 0, phase_ = 0;
   uint32_t used_ = 0;  // C buffers used so far
+  ColumnBias<C> bias_;
   float acc_[C::kAccumulators];
 };
 

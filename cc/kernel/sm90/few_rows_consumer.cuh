@@ -6,6 +6,7 @@
 #include "kernel/ptx/matrix.cuh"
 #include "kernel/ptx/memory_order.cuh"
 #include "kernel/ptx/wgmma.cuh"
+#include "kernel/sm90/epilogue.cuh"
 #include "kernel/sm90/few_rows_config.cuh"
 #include "kernel/sm90/wait.cuh"
 
@@ -85,11 +86,12 @@ class FewRowsConsumer {
       }
   }
 
-  // Rows of this CTA's portion: rounds, exchanges with peers, stores y.
+  // Rows of this CTA's portion: exchanges with peers, adds the bias, activates, rounds, stores y.
   __device__ __forceinline__ void finish(uint32_t tile) {
     FewRowsParams const& p = cta_.params;
+    float4 bias = bias_of(tile);
     if constexpr (C::kGather) {
-      each_row(tile, [&](uint32_t row, uint32_t column, float4 v) { store(p.y, y_row(row), column, v); });
+      each_row(tile, [&](uint32_t row, uint32_t column, float4 v) { store(p.y, y_row(row), column, finished(v, bias)); });
     } else {
       each_row(tile, [&](uint32_t row, uint32_t column, float4 v) {
         if constexpr (C::kScatter) {
@@ -120,12 +122,14 @@ class FewRowsConsumer {
           if (source != p.rank) v = load(cta_.staging(p.rank), slot(p.rank, source) + (C::kScatter ? y_row(row) : row), column);
           total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
         }
-        store(p.y, C::kScatter ? y_row(row) : row, column, total);
+        store(p.y, C::kScatter ? y_row(row) : row, column, finished(total, bias));
       });
     }
   }
 
  private:
+  static constexpr uint32_t kAcross = C::kTileN / 4;  // threads that share a row
+
   static __device__ __forceinline__ void sync() { ptx::barrier_sync(1, C::kConsumerThreads); }
   __device__ __forceinline__ void pin() {
 #pragma unroll
@@ -138,11 +142,23 @@ class FewRowsConsumer {
     return cta_.base + (slice * portion_rows() + local) * C::kSumPitch + column * 4;
   }
 
+  // Of this thread's four columns.
+  __device__ __forceinline__ float4 bias_of(uint32_t tile) const {
+    uint32_t column = tile * C::kTileN + thread_ % kAcross * 4;
+    float const* bias = cta_.params.epilogue.bias;
+    if (bias == nullptr || column >= cta_.params.shape.n) return make_float4(0, 0, 0, 0);
+    return __ldg(reinterpret_cast<float4 const*>(bias + column));
+  }
+  __device__ __forceinline__ float4 finished(float4 v, float4 bias) const {
+    float values[4] = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+    activate<4>(cta_.params.epilogue, values);
+    return make_float4(values[0], values[1], values[2], values[3]);
+  }
+
   // A share of the threads for each row, four columns a thread: use(row, column of n, the slices' sum).
   template <class Use>
   __device__ __forceinline__ void each_row(uint32_t tile, Use use) const {
     FewRowsParams const& p = cta_.params;
-    constexpr uint32_t kAcross = C::kTileN / 4;
     uint32_t in_tile = thread_ % kAcross * 4, column = tile * C::kTileN + in_tile;
     if (column >= p.shape.n) return;  // n is a multiple of 4
     for (uint32_t local = thread_ / kAcross; local < portion_rows(); local += C::kConsumerThreads / kAcross) {

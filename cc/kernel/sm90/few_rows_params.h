@@ -28,6 +28,8 @@ struct FewRowsParams {
   uint64_t timeout_ns;
   schedule::StuckReport* stuck;
 
+  Epilogue epilogue;
+
   // As in Params.
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return shape.tiles + clusters - 1; }
 };

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernel/sm90/epilogue.h"
 #include "schedule/gathering.h"
 #include "schedule/stuck_report.h"
 #include "schedule/tile_order.h"
@@ -52,7 +53,7 @@ struct Params {
   uint32_t pull;  // reduce-scatter, all-reduce: partials wait in their producer's arena, not in the owner's
 
   uint32_t m_shard;         // all-reduce: rows of a chunk
-  uint32_t rows, n;         // all-reduce: of y
+  uint32_t rows, n;         // of y; rows: all-reduce
   uint64_t results_offset;  // all-reduce: where the peers' finished tiles begin in a half of the staging
 
   uint32_t pushers;  // reduce-scatter, all-reduce by push: tiles on the link at once
@@ -68,6 +69,7 @@ struct Params {
   schedule::TraceEvent* trace;  // traced kernels: [CTA][writer][trace_capacity], zeroed
   uint32_t trace_capacity;
 
+  Epilogue epilogue;
   float const* scale;  // 8-bit operands: what their product is multiplied by, before it is rounded
 
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return last; }

@@ -38,6 +38,7 @@ std::string to_string(Variant const& v) {
   text += kNames[static_cast<uint32_t>(v.operands)];
   if (v.float_out) text += " to float32";
   if (v.transposed_w) text += ", w transposed";
+  if (v.finishes) text += ", bias and relu";
   if (v.few_rows) return text + ", few rows";
   if (v.gathers) text += gather ? ", x gathered" : ", gathering beside";
   text += ", tile " + std::to_string(v.tile.m) + " x " + std::to_string(v.tile.n) + ", pushers " + std::to_string(v.pushers);
@@ -164,7 +165,7 @@ void EmulatedTeam::poison_staging(schedule::ArenaDemand const& demand) {
 }
 
 void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
-                          void* y, void const* z, void* gathered, uint32_t multiprocessors) {
+                          void* y, float const* bias, void const* z, void* gathered, uint32_t multiprocessors) {
   sm90::Call call{};
   call.op = variant.op;
   call.geometry = tiled(geometry, variant);
@@ -184,6 +185,10 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.w = w;
   call.y = y;
   if (is_float8(variant.operands)) call.scale = rank.scale;
+  if (variant.finishes) {
+    call.bias = bias;
+    call.activation = schedule::Activation::kRelu;
+  }
   call.gathering = gathering_of(variant, call.geometry);
   if (variant.gathers) {
     call.z = variant.op == Op::kAllGatherMatmul ? nullptr : z;

@@ -21,6 +21,7 @@ struct Variant {
   entwine::schedule::TileShape tile;
   bool few_rows = false;  // where the rows are few, else tiles
   bool gathers = false;   // tiles: returns all of x (all-gather), or of another array that it gathers beside (reduce-scatter)
+  bool finishes = false;  // with a bias and relu
   entwine::Operands operands = entwine::Operands::kBf16;
   uint32_t element_bytes() const { return entwine::operand_bytes(operands); }  // of x
 };
@@ -85,9 +86,9 @@ class EmulatedTeam {
   // Poisons what a call may use of both halves. Waits.
   void poison_staging(entwine::schedule::ArenaDemand const& demand);
 
-  // `multiprocessors` is a limit: 0 is the rank's share.
+  // `multiprocessors` is a limit: 0 is the rank's share. The bias is used if the variant has one.
   void launch(Rank& rank, entwine::schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
-              void* y, void const* z, void* gathered, uint32_t multiprocessors = 0);
+              void* y, float const* bias, void const* z, void* gathered, uint32_t multiprocessors = 0);
 
   // Whether all arenas are as they must be between calls: "" or what is wrong. Waits.
   std::string arena_fault();

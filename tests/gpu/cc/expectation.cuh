@@ -34,6 +34,15 @@ ENTWINE_HOST_DEVICE uint32_t gathered_seed(Op op, uint32_t seed, uint32_t rank) 
   return op == Op::kAllGatherMatmul ? x_seed(seed, rank) : x_seed(seed + (1u << 20), rank);
 }
 
+// A bias is the same on all ranks but for an all-gather, whose ranks have columns of their own.
+ENTWINE_HOST_DEVICE uint32_t bias_seed(Op op, uint32_t seed, uint32_t rank) {
+  return x_seed(seed + (1u << 21), op == Op::kAllGatherMatmul ? rank : 0);
+}
+// -13 to 13.
+ENTWINE_HOST_DEVICE int bias_element(uint32_t seed, uint32_t column) {
+  return element(seed, 3 * column) + 3 * element(seed, 3 * column + 1) + 9 * element(seed, 3 * column + 2);
+}
+
 struct Question {
   Op op;
   Geometry geometry;
@@ -116,6 +125,10 @@ static __global__ void fill_expected(float* want, Question q) {
   for (uint32_t i = first_index(); i < count; i += index_step()) want[i] = expected(q, i);
 }
 
+static __global__ void fill_bias(float* bias, uint32_t count, uint32_t seed) {
+  for (uint32_t i = first_index(); i < count; i += index_step()) bias[i] = static_cast<float>(bias_element(seed, i));
+}
+
 // All of the gathered array: (batch, rank, row, column).
 static __global__ void fill_gathered(float* want, Op op, Chunk chunk, uint32_t ranks, uint32_t seed) {
   uint32_t part = chunk.rows * chunk.cols;
@@ -146,16 +159,26 @@ __device__ __forceinline__ uint32_t bits_of(float value, Result result) {
   return result == Result::kF16 ? __half_as_ushort(__float2half_rn(value)) : __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
-// Bit for bit, but for the sign of a zero; `want` times `scale`. Bits is uint32_t for float32, uint16_t for 16-bit types,
-// uint8_t for those of 8.
+// What is to be made of an expected sum: its product with a scale, and with that nothing more, or relu with a bias for each of
+// so many columns.
+struct Finish {
+  float scale = 1;
+  uint32_t columns = 0, seed = 0;  // 0 columns: no bias
+  __device__ __forceinline__ float operator()(float sum, uint32_t index) const {
+    sum *= scale;
+    return columns == 0 ? sum : fmaxf(sum + static_cast<float>(bias_element(seed, index % columns)), 0);
+  }
+};
+
+// Bit for bit, but for the sign of a zero. Bits is uint32_t for float32, uint16_t for 16-bit types, uint8_t for those of 8.
 template <typename Bits>
-static __global__ void compare(Bits const* guarded, float const* want, uint32_t count, Result result, float scale,
+static __global__ void compare(Bits const* guarded, float const* want, Finish finish, uint32_t count, Result result,
                                Verdict* verdict) {
   constexpr uint32_t kGuard = kGuardBytes / sizeof(Bits);
   for (uint32_t i = first_index(); i < count + 2 * kGuard; i += index_step()) {
     bool inside = i >= kGuard && i < kGuard + count;
     uint32_t got = guarded[i],
-             right = inside ? bits_of(want[i - kGuard] * scale, result) : uint32_t{static_cast<Bits>(~Bits())};
+             right = inside ? bits_of(finish(want[i - kGuard], i - kGuard), result) : uint32_t{static_cast<Bits>(~Bits())};
     if (inside && got == 1u << (8 * sizeof(Bits) - 1)) got = 0;
     if (got == right) continue;
     unsigned long long position = static_cast<unsigned long long>(~i) << 32;

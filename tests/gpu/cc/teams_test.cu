@@ -85,16 +85,25 @@ uint32_t bytes_of(Result result) {
 // Rows of x are a multiple of 16 bytes. Shapes that 8-bit operands can have are for these alone: exact_shapes().
 bool meant_for(Variant const& v, Geometry const& g) { return (g.k % 16 == 0) == is_float8(v.operands); }
 
-void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, uint32_t count, Result result, float scale,
+Finish finish_of(Variant const& v, Geometry const& g, uint32_t seed, uint32_t rank) {
+  Finish finish{scale_of(v)};
+  if (v.finishes) {
+    finish.columns = g.n;
+    finish.seed = bias_seed(v.op, seed, rank);
+  }
+  return finish;
+}
+
+void enqueue_compare(Rank const& rank, Guarded const& y, float const* want, Finish finish, uint32_t count, Result result,
                      Verdict* verdict) {
   if (result == Result::kFloat32)
-    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, count, result,
-                                                             scale, verdict);
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint32_t const*>(y.begin), want, finish, count,
+                                                             result, verdict);
   else if (bytes_of(result) == 1)
-    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(y.begin, want, count, result, scale, verdict);
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(y.begin, want, finish, count, result, verdict);
   else
-    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, count, result,
-                                                             scale, verdict);
+    compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(reinterpret_cast<uint16_t const*>(y.begin), want, finish, count,
+                                                             result, verdict);
   CHECK_CUDA(cudaGetLastError());
 }
 
@@ -175,11 +184,15 @@ constexpr char const* kFamilies[] = {"all_gather_matmul",
                                      "all_gather_matmul with the gathered x",
                                      "matmul_reduce_scatter pull gathering beside",
                                      "matmul_reduce_scatter push gathering beside",
+                                     "all_gather_matmul with bias and relu",
+                                     "matmul_reduce_scatter with bias and relu",
+                                     "matmul_all_reduce with bias and relu",
                                      "float16",
                                      "float8"};
 constexpr uint32_t kFamilyCount = std::size(kFamilies);
 uint32_t family_of(Variant const& v) {
-  if (v.operands != Operands::kBf16) return is_float8(v.operands) ? 12 : 11;
+  if (v.operands != Operands::kBf16) return is_float8(v.operands) ? 15 : 14;
+  if (v.finishes) return 11 + static_cast<uint32_t>(v.op);
   if (v.few_rows) return 5 + static_cast<uint32_t>(v.op);
   if (v.op == Op::kAllGatherMatmul) return v.gathers ? 8 : 0;
   if (v.gathers) return 9 + (v.transport == Transport::kPush);
@@ -215,6 +228,18 @@ std::vector<Variant> exact_variants() {
                 {Op::kMatmulReduceScatter, transport, transposed_w, float_out, kLeads[2], pushers, tile, false, true});
         }
       }
+  // Bias and relu don't care how w lies, but it is another kernel.
+  for (bool float_out : {false, true})
+    for (Op op : kOps) {
+      for (bool transposed_w : {false, true})
+        variants.push_back({op, Transport::kPull, transposed_w, float_out, 0, 1, schedule::kSm90Tiles[0], true, false, true});
+      for (schedule::TileShape tile : schedule::kSm90Tiles)
+        for (Transport transport : {Transport::kPull, Transport::kPush}) {
+          bool gathers = op != Op::kMatmulAllReduce && transport == Transport::kPush;
+          variants.push_back(
+              {op, transport, transport == Transport::kPull, float_out, kLeads[2], kPushers[1], tile, false, gathers, true});
+        }
+    }
   // What doesn't depend on the type of operands has been looked at: each kernel once, and what is gathered.
   for (bool transposed_w : {false, true})
     for (bool float_out : {false, true})
@@ -228,6 +253,7 @@ std::vector<Variant> exact_variants() {
           tiles.few_rows = false;
           tiles.tile = tile;
           tiles.gathers = float_out && op != Op::kMatmulAllReduce;
+          tiles.finishes = !float_out;
           variants.push_back(tiles);
           if (!transposed_w) continue;
           for (Operands operands : {Operands::kE4m3, Operands::kE5m2}) {
@@ -244,6 +270,7 @@ struct ExactBuffers {
   // By type; w by whether it is transposed, too. The other ops' x is the front of matmul_reduce_scatter's.
   uint8_t *x[std::size(kAllOperands)], *w[std::size(kAllOperands)][2];
   float* want[3];                                 // by op
+  float* bias[3];                                 // by op
   Guarded y;                                      // room for any variant's
   Gathered gathered[2][std::size(kAllOperands)];  // by op and type
   float* want_gathered[2];
@@ -273,6 +300,7 @@ void exact(EmulatedTeam& team) {
         b.x[type] = pool.take(uint64_t{x_count} * operand_bytes(operands));
         for (uint8_t*& w : b.w[type]) w = pool.take(uint64_t{w_count} * operand_bytes(operands));
       }
+      for (float*& bias : b.bias) bias = reinterpret_cast<float*>(pool.take(uint64_t{g.n} * 4));
       b.y = take_y(pool, Op::kAllGatherMatmul, g, true);
       for (Op op : kOps)
         b.want[static_cast<uint32_t>(op)] =
@@ -304,6 +332,8 @@ void exact(EmulatedTeam& team) {
       }
       for (Op op : kOps) {
         Geometry shape = geometry_for(op, g);
+        fill_bias<<<blocks_for(g.n), kThreads, 0, rank.stream>>>(b.bias[static_cast<uint32_t>(op)], g.n,
+                                                                 bias_seed(op, seed, rank.number));
         fill_expected<<<blocks_for(y_elements(op, shape)), kThreads, 0, rank.stream>>>(b.want[static_cast<uint32_t>(op)],
                                                                                        {op, shape, seed, rank.number});
       }
@@ -335,15 +365,17 @@ void exact(EmulatedTeam& team) {
         Gathered gathered{};
         uint32_t type = index_of(v.operands);
         if (v.gathers) gathered = b.gathered[static_cast<uint32_t>(v.op)][type];
-        team.launch(rank, shape, v, b.x[type], b.w[type][v.transposed_w], b.y.y(), gathered.z, gathered.whole.y());
+        team.launch(rank, shape, v, b.x[type], b.w[type][v.transposed_w], b.y.y(), b.bias[static_cast<uint32_t>(v.op)],
+                    gathered.z, gathered.whole.y());
       });
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];
         uint32_t op = static_cast<uint32_t>(v.op);
-        enqueue_compare(rank, b.y, b.want[op], y_elements(v.op, shape), result_of(v), scale_of(v), &b.verdicts[i]);
+        enqueue_compare(rank, b.y, b.want[op], finish_of(v, g, seed, rank.number), y_elements(v.op, shape), result_of(v),
+                        &b.verdicts[i]);
         if (v.gathers)
-          enqueue_compare(rank, b.gathered[op][index_of(v.operands)].whole, b.want_gathered[op],
-                          chunk_of(v.op, g).elements() * g.ranks, gathered_of(v), 1, &b.gathered_verdicts[i]);
+          enqueue_compare(rank, b.gathered[op][index_of(v.operands)].whole, b.want_gathered[op], {},
+                          chunk_of(v.op, g).elements() * g.ranks, gathered_of(v), &b.gathered_verdicts[i]);
       });
       team.finish();
     }
@@ -393,6 +425,7 @@ struct StressCall {
   uint32_t seed;
   struct Buffers {
     uint8_t *x, *w;
+    float* bias;
     Guarded y;
     Gathered gathered;
   };
@@ -428,6 +461,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       call.variant.transposed_w = true;
       call.variant.few_rows = false;
     }
+    call.variant.finishes = below(2) == 0;
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -444,6 +478,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       Variant const& v = call.variant;
       b.x = pool.take(uint64_t{x_elements(v.op, g)} * v.element_bytes());
       b.w = pool.take(uint64_t{g.n} * g.k * v.element_bytes());
+      b.bias = reinterpret_cast<float*>(pool.take(uint64_t{g.n} * 4));
       b.y = take_y(pool, v.op, g, v.float_out);
       most = schedule::larger(most, y_elements(v.op, g));
       if (!v.gathers) continue;
@@ -462,6 +497,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       fill_x<<<blocks_for(x_count), kThreads, 0, rank.stream>>>(b.x, operands, x_count, x_seed(call.seed, rank.number));
       fill_w<<<blocks_for(w_count), kThreads, 0, rank.stream>>>(b.w, operands, g.n, g.k, call.variant.transposed_w,
                                                                 w_seed(call.seed, rank.number));
+      fill_bias<<<blocks_for(g.n), kThreads, 0, rank.stream>>>(b.bias, g.n, bias_seed(call.variant.op, call.seed, rank.number));
       uint32_t z_count = chunk_of(call.variant.op, g).elements();
       if (call.variant.gathers)
         fill_x<<<blocks_for(z_count), kThreads, 0, rank.stream>>>(b.gathered.z, operands, z_count,
@@ -479,7 +515,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       if (below(10) < 3) delay<<<1, 1, 0, rank.stream>>>(below(200'000));
       CHECK_CUDA(cudaGetLastError());
       StressCall::Buffers const& b = call.rank[rank.number];
-      team.launch(rank, call.geometry, call.variant, b.x, b.w, b.y.y(), b.gathered.z, b.gathered.whole.y(),
+      team.launch(rank, call.geometry, call.variant, b.x, b.w, b.y.y(), b.bias, b.gathered.z, b.gathered.whole.y(),
                   stress.multiprocessors);
     });
   }
@@ -496,14 +532,14 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       fill_expected<<<blocks_for(y_elements(op, g)), kThreads, 0, rank.stream>>>(want[rank.number],
                                                                                  {op, g, call.seed, rank.number});
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], y_elements(op, g), result_of(call.variant),
-                      scale_of(call.variant), &verdicts[rank.number][i]);
+      enqueue_compare(rank, call.rank[rank.number].y, want[rank.number], finish_of(call.variant, g, call.seed, rank.number),
+                      y_elements(op, g), result_of(call.variant), &verdicts[rank.number][i]);
       if (!call.variant.gathers) continue;
       Chunk chunk = chunk_of(op, g);
       uint32_t count = chunk.elements() * g.ranks;
       fill_gathered<<<blocks_for(count), kThreads, 0, rank.stream>>>(want[rank.number], op, chunk, g.ranks, call.seed);
       CHECK_CUDA(cudaGetLastError());
-      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], count, gathered_of(call.variant), 1,
+      enqueue_compare(rank, call.rank[rank.number].gathered.whole, want[rank.number], {}, count, gathered_of(call.variant),
                       &verdicts[rank.number][kStressCalls + i]);
     }
   });
