@@ -1,7 +1,6 @@
 """Bias and activation in the kernels: whole numbers to the bit, the curves to what bfloat16 holds, w either way."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +62,7 @@ def check(case, seed=0, dtype=jnp.bfloat16, transpose_w=False, **options):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("m_shard, n, k", itertools.product((1, 129), (8, 136, 4104), (8, 72, 1032)))
+@pytest.mark.parametrize("m_shard, n, k", [(1, 8, 8), (1, 4104, 72), (129, 136, 1032), (129, 4104, 8)])
 def test_ragged(op, m_shard, n, k):
     check(Case(op, m_shard, n, k))
 
@@ -79,10 +78,11 @@ def test_few_rows(op, dtype, few_rows):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("tile", [(256, 256), (256, 128), (128, 128)], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("transpose_w", [False, True], ids=["k by n", "n by k"])
+@pytest.mark.parametrize(
+    "dtype, transpose_w", [(jnp.bfloat16, False), (jnp.float32, True)], ids=["bfloat16", "float32, n by k"]
+)
 def test_tiles(op, tile, dtype, transpose_w):
-    """Every kernel, and both ways in which partial sums travel."""
+    """Both ways in which partial sums travel."""
     for transport in ("pull", "push"):
         config = Config(tile_m=tile[0], tile_n=tile[1], transport=transport)
         check(Case(op, 300, 776, 264, (2,)), dtype=dtype, transpose_w=transpose_w, config=config)
@@ -113,7 +113,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("activation", NN)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 def test_values(case, activation):
     """Against float32, elementwise too; a bfloat16 bias as well; and XLA's own path within the same bound."""
     mesh = mesh_of()
@@ -165,7 +165,7 @@ def test_not_finite(activation):
         assert not y[4:].any()
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("transpose_w", [False, True], ids=["k by n", "n by k"])
 def test_gradients(op, activation, transpose_w):
