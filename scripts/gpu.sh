@@ -13,6 +13,7 @@
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
 #   PYTEST_ARGS            for example "-k 'ragged or few_rows' -x"
+#   TEST_JOBS              processes that run tests at once (default: 3)
 #   BENCH_ARGS             for bench and peers, for example "--suite epilogues", "--suite all_reduce --strategy fused,auto"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
 set -uo pipefail
@@ -115,15 +116,43 @@ if wants teams; then
   summary+=("       $(grep -E '^[0-9]+ passed, ' "$out/teams.log" | tail -n 1)")
 fi
 
+# pytest_part NAME SECONDS FILE...: as run, in the background of others.
+pytest_part() {
+  local name=$1 limit=$2
+  shift 2
+  # --capture=sys leaves the watchdog's stacks in the log; the image's pytest may be older than the project's.
+  timeout --kill-after=10 "$limit" "$python" -m pytest "$@" -v --capture=sys --tb=short --durations=8 -o minversion=8.0 \
+    -p no:cacheprovider "${pytest_args[@]}" >"$out/$name.log" 2>&1
+  local status=$?
+  echo "exit status $status" >>"$out/$name.log"
+}
+
 if wants test; then
   echo "== test"
-  # --capture=sys leaves the watchdog's stacks in the log; the image's pytest may be older than the project's.
   eval "pytest_args=(${PYTEST_ARGS:-})"
-  run test 400 "$python" -m pytest tests/gpu -v --capture=sys --tb=short --durations=12 -o minversion=8.0 \
-    -p no:cacheprovider --junitxml="$out/test.xml" "${pytest_args[@]}" ||
-    { grep -n -E '^E  ' "$out/test.log" | cut -c1-600 | head -40; tail -n 15 "$out/test.log" | cut -c1-300; }
-  grep -E '^(FAILED|ERROR)' "$out/test.log" | cut -c1-400 | head -40
-  summary+=("       $(grep -E '(passed|failed|error|skipped).* in [0-9.]+s' "$out/test.log" | tail -n 1)")
+  # Compiling is most of the time, so several processes share the GPUs; what takes all memory runs alone, at the end.
+  jobs=${TEST_JOBS:-3} parts=() i=0
+  for file in $(ls -S tests/gpu/test_*.py); do
+    [[ $file == */test_gpu_children.py ]] || parts[i++ % jobs]+=" $file"
+  done
+  start=$SECONDS
+  for i in "${!parts[@]}"; do
+    # shellcheck disable=SC2086
+    pytest_part "test$i" 420 ${parts[i]} &
+  done
+  wait
+  pytest_part "test$jobs" 150 tests/gpu/test_gpu_children.py
+  cat "$out"/test[0-9]*.log >"$out/test.log"
+  rm "$out"/test[0-9]*.log
+  # 5: no test of that part was asked for.
+  if grep '^exit status' "$out/test.log" | grep -qv -E ' [05]$'; then
+    failed=1
+    grep -n -E '^E  ' "$out/test.log" | cut -c1-600 | head -40
+    grep -E '^(FAILED|ERROR)' "$out/test.log" | cut -c1-400 | head -40
+  fi
+  summary+=("$(printf 'test   %4d s' $((SECONDS - start)))")
+  summary+=("$(grep -E '(passed|failed|error|skipped|deselected).* in [0-9.]+s' "$out/test.log" | sed 's/^/       /')")
+  summary+=("$(grep '^exit status' "$out/test.log" | grep -v -E ' [05]$' | sed 's/^/       /')")
 fi
 
 if wants demo; then
