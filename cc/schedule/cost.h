@@ -33,12 +33,14 @@ constexpr TileCost tile_cost(uint32_t tile_m, uint32_t tile_n) {
 // `in_bytes` are those of an operand's element: with 8 bits a k block has twice the elements and takes as long.
 constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
   TileCost tile = tile_cost(g.tile_m, g.tile_n);
-  double waves = ceil_div(g.tiles(), kSm90Clusters),
-         compute_us = waves * (tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us);
+  double tile_us = tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us;
+  double waves = ceil_div(g.tiles(), kSm90Clusters), compute_us = waves * tile_us;
   double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, in_bytes) : partials_bytes(g, 1) * out_bytes;
   double link_us = per_peer * (g.ranks - 1) / kLinkBytesPerUs;
   // In a single wave there is nothing to do while rows or partial sums are on their way.
   double exposed_us = waves == 1 ? link_us : 0, after_us = 0;
+  // The tiles of the rows that come last begin when these have come.
+  if (op == Op::kAllGatherMatmul) link_us += tile_us;
   if (op == Op::kMatmulAllReduce) {
     // Finished tiles travel too, and those of the last wave when nothing else is left to do.
     double finished_us = double(g.all_rows()) / g.ranks * g.n * out_bytes * (g.ranks - 1) / kLinkBytesPerUs;
