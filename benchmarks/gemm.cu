@@ -2,9 +2,9 @@
 //
 //   gemm [M N K ...]      by default the shapes below; JSON on stdout
 //
-// Each round takes one sample of either in random order, for the reason that benchmarks/rounds.py gives; ratios are taken within
-// rounds. Operands rotate through several sets, so that w comes from memory as it does in a model. cuBLAS is found by dlopen,
-// so LD_LIBRARY_PATH must name its folder.
+// Each round takes one sample of either in random order, for the reason that benchmarks/rounds.py gives; ratios are taken
+// within rounds. Operands rotate through several sets, so that w comes from memory as it does in a model. cuBLAS is found by
+// dlopen, so LD_LIBRARY_PATH must name its folder.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -25,12 +25,12 @@ namespace {
 using namespace entwine;
 using bf16 = __nv_bfloat16;
 
-#define CHECK_CUDA(call)                                                                                   \
-  do {                                                                                                     \
-    if (cudaError_t error = (call); error != cudaSuccess) {                                                \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error));       \
-      std::exit(1);                                                                                        \
-    }                                                                                                      \
+#define CHECK_CUDA(call)                                                                             \
+  do {                                                                                               \
+    if (cudaError_t error = (call); error != cudaSuccess) {                                          \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
+      std::exit(1);                                                                                  \
+    }                                                                                                \
   } while (0)
 
 constexpr int kSets = 4, kRounds = 24;
@@ -138,9 +138,9 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
   auto run = [&](bool ours) {
     Set const& set = sets[turn++ % kSets];
     if (!ours) return cublas.multiply(m, n, k, set.x, set.w, set.y);
-    call.x = set.x;
-    call.w = set.w;
-    call.y = set.y;
+    call.x[0] = set.x;
+    call.w[0] = set.w;
+    call.y[0] = set.y;
     CHECK_CUDA(sm90::launch(call, stream));
   };
   cudaEvent_t begin, end;
@@ -186,10 +186,11 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
     theirs.push_back(ms[0]);
     ratios.push_back(ms[0] / ms[1]);
   }
-  std::printf("  {\"m\": %d, \"n\": %d, \"k\": %d, \"tile_m\": %u, \"tile_n\": %u, \"few_rows\": %s, \"ours_ms\": %.5f, "
-              "\"cublas_ms\": %.5f, \"cublas_over_ours\": %.4f, \"tflops\": %.1f, \"error\": %.2e}%s\n",
-              m, n, k, call.plan.tile_m, call.plan.tile_n, call.plan.form == schedule::Form::kFewRows ? "true" : "false",
-              median(ours), median(theirs), median(ratios), 2e-9 * m * n * k / median(ours), error, last ? "" : ",");
+  std::printf(
+      "  {\"m\": %d, \"n\": %d, \"k\": %d, \"tile_m\": %u, \"tile_n\": %u, \"few_rows\": %s, \"ours_ms\": %.5f, "
+      "\"cublas_ms\": %.5f, \"cublas_over_ours\": %.4f, \"tflops\": %.1f, \"error\": %.2e}%s\n",
+      m, n, k, call.plan.tile_m, call.plan.tile_n, call.plan.form == schedule::Form::kFewRows ? "true" : "false", median(ours),
+      median(theirs), median(ratios), 2e-9 * m * n * k / median(ours), error, last ? "" : ",");
   std::fflush(stdout);
 
   CHECK_CUDA(cudaEventDestroy(begin));

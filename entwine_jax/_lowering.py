@@ -129,6 +129,7 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
     numbers = {
         "team_size": request.team.size,
         "transpose_w": int(request.transpose_w or request.scaled),
+        "products": 1,
         "biased": int(request.biased),
         "activation": (None, *ACTIVATIONS).index(request.activation),
         "scaled": int(request.scaled),

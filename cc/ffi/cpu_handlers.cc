@@ -1,5 +1,6 @@
 #include "ffi/cpu_handlers.h"
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -111,8 +112,9 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
     return ffi::Unexpected(
         invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
 
-  host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,      problem->transpose_w,
-                      *in,         *out, problem->gathering, problem->activation};
+  host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,          problem->transpose_w,
+                      *in,         *out, problem->gathering, problem->activation[0], problem->products};
+  std::copy_n(problem->activation + 1, schedule::kMaxProducts - 1, spec.more_activations);
   spec.workers = static_cast<uint32_t>(a.workers);
   spec.timeout = host::Timeout(a.timeout_ms);
   spec.stall_us = static_cast<uint32_t>(a.stall_us);
@@ -140,11 +142,11 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, Bu
   };
   try {
     uint32_t r = static_cast<uint32_t>(rank);
-    team_of({ids, ids + a.team_size})
-        .submit(r, site->next(run, team, r), *spec,
-                {buffers.x.untyped_data(), buffers.w.untyped_data(), buffers.y.untyped_data(), buffers.z_data(),
-                 buffers.gathered_data(), buffers.bias_data(), buffers.scale_data()},
-                done);
+    host::Operands operands{buffers.x_data(0),       buffers.w_data(0),    buffers.y_data(0),   buffers.z_data(),
+                            buffers.gathered_data(), buffers.bias_data(0), buffers.scale_data()};
+    for (uint32_t i = 1; i < spec->products.count; ++i)
+      operands.more[i - 1] = {buffers.x_data(i), buffers.w_data(i), buffers.y_data(i), buffers.bias_data(i)};
+    team_of({ids, ids + a.team_size}).submit(r, site->next(run, team, r), *spec, operands, done);
   } catch (std::bad_alloc const&) {
     return failure(ffi::ErrorCode::kResourceExhausted, op, "no memory for arenas with two halves of ",
                    spec->demand().staging_half, " bytes for each of ", a.team_size,
@@ -159,7 +161,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBu
                     CallAttributes attributes) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  Buffers buffers = all_buffers(x, w, *y, attributes, more, also);
+  Buffers buffers = all_buffers(op, x, w, *y, attributes, more, also);
   ffi::Error error = start(op, site, run.run_id, attributes, buffers, where, promise);
   if (error.failure()) promise.SetError(error);
   return future;

@@ -90,11 +90,14 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
   call.plan = problem.plan;
   call.transposed_w = problem.transpose_w;
   call.float_out = problem.out == ffi::DataType::F32;
-  call.x = buffers.x.untyped_data();
-  call.w = buffers.w.untyped_data();
-  call.y = buffers.y.untyped_data();
-  call.bias = buffers.bias_data();
-  call.activation = problem.activation;
+  call.products = problem.products;
+  for (uint32_t i = 0; i < schedule::kMaxProducts; ++i) {
+    call.x[i] = buffers.x_data(i);
+    call.w[i] = buffers.w_data(i);
+    call.y[i] = buffers.y_data(i);
+    call.bias[i] = buffers.bias_data(i);
+    call.activation[i] = problem.activation[i];
+  }
   call.scale = buffers.scale_data();
   call.gathering = problem.gathering;
   call.z = buffers.z_data();
@@ -133,7 +136,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   auto x = arguments.get<ffi::AnyBuffer>(0), w = arguments.get<ffi::AnyBuffer>(1);
   auto y = results.get<ffi::AnyBuffer>(0);
   if (!x || !w || !y) return failed(op, "XLA gave Initialize no buffers", ffi::ErrorCode::kInternal);
-  Buffers buffers = all_buffers(*x, *w, **y, attributes, arguments, results, 2, 1);
+  Buffers buffers = all_buffers(op, *x, *w, **y, attributes, arguments, results, 2, 1);
   auto call = decode_call(op, attributes, buffers);
   if (!call) return call.error();
   DeviceScope scope(device);
@@ -151,7 +154,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
 template <Op op>
 ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also, CallAttributes attributes) {
-  auto call = decode_call(op, attributes, all_buffers(x, w, *y, attributes, more, also));
+  auto call = decode_call(op, attributes, all_buffers(op, x, w, *y, attributes, more, also));
   if (!call) return call.error();
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();

@@ -62,14 +62,69 @@ bool is_float8(ffi::DataType type) { return type == ffi::DataType::F8E4M3FN || t
 
 }  // namespace
 
-Buffers all_buffers(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y, CallAttributes const& attributes,
+Buffers all_buffers(schedule::Op op, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y, CallAttributes const& attributes,
                     ffi::RemainingArgs more, ffi::RemainingRets also, size_t first_more, size_t first_also) {
-  Buffers buffers{x, w, y, {}, {}, {}, optional_buffer(also, first_also)};
-  if (attributes.biased != 0) buffers.bias = optional_buffer(more, first_more++);
+  Buffers buffers{x, w, y, {}, {}, {}, {}, {}};
+  bool gather = op == schedule::Op::kAllGatherMatmul;
+  int64_t others = attributes.products - 1;
+  if (others < 0 || others >= schedule::kMaxProducts) others = 0;  // decode_problem() says so
+  for (int64_t i = 0; i < others; ++i) {
+    if (!gather) buffers.more[i].x = optional_buffer(more, first_more++);
+    buffers.more[i].w = optional_buffer(more, first_more++);
+    if (gather) buffers.more[i].y = optional_buffer(also, first_also++);
+  }
+  if ((attributes.biased & 1) != 0) buffers.bias = optional_buffer(more, first_more++);
+  for (int64_t i = 0; i < others; ++i)
+    if ((attributes.biased >> (i + 1) & 1) != 0) buffers.more[i].bias = optional_buffer(more, first_more++);
   if (attributes.scaled != 0) buffers.scale = optional_buffer(more, first_more++);
   buffers.z = optional_buffer(more, first_more);
+  buffers.gathered = optional_buffer(also, first_also);
   return buffers;
 }
+
+namespace {
+
+// The products after the first, which is right: what differs from it are the columns of an all-gather's, else the contraction.
+ffi::ErrorOr<schedule::Products> decode_products(schedule::Op op, CallAttributes const& a, Buffers const& buffers, int64_t n,
+                                                 int64_t k) {
+  bool gather = op == schedule::Op::kAllGatherMatmul;
+  schedule::Products products{static_cast<uint32_t>(a.products), {static_cast<uint32_t>(gather ? n : k)}};
+  auto x = buffers.x.dimensions(), y = buffers.y.dimensions();
+  for (uint32_t i = 1; i < products.count; ++i) {
+    Buffers::More const& more = buffers.more[i - 1];
+    if (!more.w || more.x.has_value() == gather || more.y.has_value() != gather)
+      return invalid(op, "attribute products is ", a.products, ", but product ", i, " lacks an operand or a result");
+    auto wd = more.w->dimensions();
+    if (wd.size() != 2 || more.w->element_type() != buffers.w.element_type())
+      return invalid(op, "w of product ", i, " must be a matrix of the first w's dtype");
+    int64_t its_k = wd[a.transpose_w ? 1 : 0], its_n = wd[a.transpose_w ? 0 : 1], size = gather ? its_n : its_k;
+    if (gather ? its_k != k : its_n != n)
+      return invalid(op, "w of product ", i, " has ", gather ? "contraction" : "column", " size ", gather ? its_k : its_n,
+                     ", the first ", gather ? k : n);
+    ffi::AnyBuffer its = gather ? *more.y : *more.x;
+    auto d = its.dimensions(), first = gather ? y : x;
+    if (d.size() != 3 || d[0] != first[0] || d[1] != first[1] || d[2] != size ||
+        its.element_type() != (gather ? buffers.y : buffers.x).element_type())
+      return invalid(op, gather ? "the result" : "x", " of product ", i, " must be (", first[0], ", ", first[1], ", ", size,
+                     ") of the first one's dtype");
+    if (size < 1 || size >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", size, " can't be tiled");
+    products.sizes[i] = static_cast<uint32_t>(size);
+  }
+  return products;
+}
+
+std::optional<ffi::Unexpected<ffi::Error>> bias_fault(schedule::Op op, Buffers::Optional const& bias, bool biased, int64_t n,
+                                                      int64_t attribute) {
+  if (biased != bias.has_value())
+    return invalid(op, "attribute biased is ", attribute, ", but there is ", bias ? "a" : "no", " bias");
+  if (!bias) return std::nullopt;
+  auto d = bias->dimensions();
+  if (d.size() != 1 || d[0] != n || bias->element_type() != ffi::DataType::F32)
+    return invalid(op, "bias must be float32 of shape (", n, "), one number for each column of the result");
+  return std::nullopt;
+}
+
+}  // namespace
 
 ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, CallAttributes const& a,
                                      Buffers const& buffers) {
@@ -98,16 +153,18 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                    buffers.scale ? "a" : "no", " scale");
   if (float8 && (buffers.scale->element_type() != ffi::DataType::F32 || buffers.scale->element_count() != 1))
     return invalid(op, "the scale must be one float32 number");
-  if (a.biased < 0 || a.biased > 1 || (a.biased != 0) != buffers.bias.has_value())
-    return invalid(op, "attribute biased is ", a.biased, ", but there is ", buffers.bias ? "a" : "no", " bias");
-  if (buffers.bias) {
-    auto bd = buffers.bias->dimensions();
-    if (bd.size() != 1 || bd[0] != n || buffers.bias->element_type() != ffi::DataType::F32)
-      return invalid(op, "bias must be float32 of shape (", n, "), one number for each column of the result");
-  }
-  if (a.activation < 0 || a.activation >= schedule::kActivations) return invalid(op, "there is no activation ", a.activation);
+  if (a.products < 1 || a.products > schedule::kMaxProducts)
+    return invalid(op, "products must be 1 to ", schedule::kMaxProducts, ", not ", a.products);
+  int64_t finished = gather ? a.products : 1;  // results that have a bias and an activation
+  if (a.biased < 0 || a.biased >> finished != 0)
+    return invalid(op, "attribute biased is ", a.biased, ", but there are ", finished, " results");
+  if (auto fault = bias_fault(op, buffers.bias, (a.biased & 1) != 0, n, a.biased)) return *fault;
+  if (a.activation < 0 || a.activation >> (8 * finished) != 0 || (a.activation & 0xff) >= schedule::kActivations)
+    return invalid(op, "there is no activation ", a.activation);
   for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
     if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
+  ffi::ErrorOr<schedule::Products> products = decode_products(op, a, buffers, n, k);
+  if (products.has_error()) return ffi::Unexpected(products.error());
   bool fits = a.lead >= 0 && a.transport >= 0 && a.transport <= 1 && a.few_rows >= 0 && a.few_rows <= 1;
   for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers}) fits = fits && v >= 1;
   for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers, a.lead}) fits = fits && v < (int64_t{1} << 31);
@@ -116,6 +173,11 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                    ", transport ", a.transport, ", pushers ", a.pushers, ", copiers ", a.copiers, ", few_rows ", a.few_rows,
                    ") is out of range");
   auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
+  if (products->count > 1) {
+    uint64_t joined = products->joined(gather ? u32(a.tile_n) : 1);
+    if (joined >= (uint64_t{1} << 31)) return invalid(op, "a dimension of size ", joined, " can't be tiled");
+    (gather ? n : k) = static_cast<int64_t>(joined);
+  }
   schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), u32(a.tile_m), u32(a.tile_n)};
   if (replicate)
     g = schedule::all_reduce_geometry(g.ranks, g.batch * g.m_shard, g.n, g.k, g.tile_m, g.tile_n, schedule::chunk_unit(target));
@@ -132,8 +194,16 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                       u32(a.copiers)};
   ffi::ErrorOr<schedule::Gathering> gathering = decode_gathering(op, g, buffers);
   if (gathering.has_error()) return ffi::Unexpected(gathering.error());
-  auto activation = static_cast<schedule::Activation>(a.activation);
-  return Problem{op, g, plan, a.transpose_w != 0, activation, x.element_type(), y.element_type(), *gathering};
+  Problem problem{op, g, plan, a.transpose_w != 0, *products, {}, x.element_type(), y.element_type(), *gathering};
+  for (uint32_t i = 0; i < finished; ++i) {
+    int64_t activation = a.activation >> (8 * i) & 0xff;
+    if (activation >= schedule::kActivations) return invalid(op, "there is no activation ", activation);
+    problem.activation[i] = static_cast<schedule::Activation>(activation);
+    if (i == 0) continue;
+    Buffers::Optional const& bias = buffers.more[i - 1].bias;
+    if (auto fault = bias_fault(op, bias, (a.biased >> i & 1) != 0, products->sizes[i], a.biased)) return *fault;
+  }
+  return problem;
 }
 
 }  // namespace entwine

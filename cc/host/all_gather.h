@@ -24,10 +24,12 @@ class AllGather : RankPart<In, Out> {
         gathering_.push_all(worker);
         if (!this->await(t.owner, gathering_.word(t.row), t)) return false;
       }
-      this->multiply(worker, t, rows(t));
+      worker.product.clear();
+      this->add_product(worker, t, this->product(t), rows(t));
+      this->scale(worker, t);
       this->finish(worker, t);
       size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
-      this->store(worker, t, static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n, g_.n);
+      this->store(worker, t, this->y(t, row), this->pitch(t));
     }
   }
 

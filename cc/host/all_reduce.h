@@ -28,7 +28,7 @@ class AllReduce : PartialSums<In, Out> {
 
   Out* y(schedule::Tile const& t) const {
     size_t row = size_t(t.owner) * g_.m_shard + g_.first_row(t.row);
-    return static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n;
+    return RankPart<In, Out>::y(t, row);
   }
   uint32_t word(uint32_t index) const { return schedule::result_signal(g_.chunk_tiles(), index, 0, schedule::kHostParts); }
   // The image of a finished tile of `owner`, with `holder`.

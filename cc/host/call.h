@@ -10,6 +10,7 @@
 #include "host/element.h"
 #include "schedule/activation.h"
 #include "schedule/plan.h"
+#include "schedule/products.h"
 #include "schedule/tile_order.h"
 
 namespace entwine::host {
@@ -24,16 +25,25 @@ struct CallSpec {
   bool transpose_w;
   Element in, out;
   schedule::Gathering gathering{};  // x of all-gather; what reduce-scatter gathers beside, if anything
-  schedule::Activation activation = schedule::Activation::kNone;
-  uint32_t workers = 1;   // a rank
-  Timeout timeout{0};     // of any one wait
+  schedule::Activation activation = schedule::Activation::kNone;  // of the first y
+  schedule::Products products{};
+  schedule::Activation more_activations[schedule::kMaxProducts - 1] = {};  // all-gather: of the others
+  uint32_t workers = 1;                                                    // a rank
+  Timeout timeout{0};                                                      // of any one wait
   uint32_t stall_us = 0;  // a random stall of up to this before each claim and each signal
   uint64_t stall_seed = 0;
   char const* absent = "";  // for errors: why else a rank may never come to a call
 
+  // n and k of one product.
+  uint32_t n(uint32_t product) const { return gather() ? products.size(product, geometry.n) : geometry.n; }
+  uint32_t k(uint32_t product) const { return gather() ? geometry.k : products.size(product, geometry.k); }
+  schedule::Activation activation_of(uint32_t product) const {
+    return product == 0 ? activation : more_activations[product - 1];
+  }
+  bool gather() const { return op == schedule::Op::kAllGatherMatmul; }
+
   schedule::ArenaDemand demand() const {
-    bool gather = op == schedule::Op::kAllGatherMatmul;
-    return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather ? in : out), gathering);
+    return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather() ? in : out), gathering);
   }
 };
 
@@ -46,6 +56,17 @@ struct Operands {
   void* gathered = nullptr;  // all-gather: null if x's chunks aren't wanted together
   float const* bias = nullptr;
   float const* scale = nullptr;  // of the product, if its operands have 8 bits
+  // Of the products after the first; all-gather has no other x, the others no other y and bias.
+  struct More {
+    void const *x, *w;
+    void* y;
+    float const* bias;
+  } more[schedule::kMaxProducts - 1] = {};
+
+  void const* x_of(uint32_t product) const { return product == 0 ? x : more[product - 1].x; }
+  void const* w_of(uint32_t product) const { return product == 0 ? w : more[product - 1].w; }
+  void* y_of(uint32_t product) const { return product == 0 ? y : more[product - 1].y; }
+  float const* bias_of(uint32_t product) const { return product == 0 ? bias : more[product - 1].bias; }
 };
 
 struct Seat {

@@ -21,7 +21,9 @@ class PartialSums : protected RankPart<In, Out> {
       uint32_t position = this->own().tile_queue().fetch_add(1);
       if (position >= order_.size()) return true;
       schedule::Tile t = order_.at(position);
-      this->multiply(worker, t, rows(t));
+      worker.product.clear();
+      for (uint32_t i = 0; i < seat_.spec->products.count; ++i) this->add_product(worker, t, i, rows(t, i));
+      this->scale(worker, t);
       if (t.owner != this->rank()) {
         hand_over(worker, t);
         continue;
@@ -39,9 +41,9 @@ class PartialSums : protected RankPart<In, Out> {
   uint32_t index(schedule::Tile const& t) const { return raster_.index(t.row, t.col); }
   uint32_t word(schedule::Tile const& t) const { return schedule::partial_signal(index(t), 0, schedule::kHostParts); }
 
-  In const* rows(schedule::Tile const& t) const {
+  In const* rows(schedule::Tile const& t, uint32_t product) const {
     size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
-    return static_cast<In const*>(seat_.operands.x) + row * g_.k;
+    return static_cast<In const*>(seat_.operands.x_of(product)) + row * seat_.spec->k(product);
   }
 
   // The image of source's partial sum of `t`. Pull: it lies with the source; push: with the owner.
@@ -84,7 +86,7 @@ class ReduceScatter : PartialSums<In, Out> {
     beside_.push(worker);
     auto store_sum = [&](schedule::Tile const& t) {
       size_t row = size_t(g_.batch_of(t.row)) * g_.m_shard + g_.first_row(t.row);
-      this->store(worker, t, static_cast<Out*>(seat_.operands.y) + row * g_.n + size_t(t.col) * g_.tile_n, g_.n);
+      this->store(worker, t, this->y(t, row), g_.n);
     };
     return this->work(worker, store_sum) && beside_.copy_all(worker);
   }

@@ -17,8 +17,7 @@ class TileProduct {
   using W = typename Weights<In>::Element;
 
   TileProduct(schedule::Geometry const& g, bool transpose_w)
-      : g_(g),
-        transpose_w_(transpose_w),
+      : transpose_w_(transpose_w),
         pitch_(static_cast<uint32_t>(schedule::round_up(g.tile_n, kLanes))),
         sums_(size_t(g.tile_m) * pitch_),
         x_(size_t(g.tile_m) * kDepth),
@@ -27,11 +26,14 @@ class TileProduct {
   // Row `i` of the accumulators.
   float* row(uint32_t i) { return sums_.data() + size_t(i) * pitch_; }
 
-  // `rows` rows of x, k apart, times `cols` columns of w from `first_col` on.
-  void multiply(In const* x, uint32_t rows, W const* w, uint32_t first_col, uint32_t cols) {
-    std::fill(sums_.begin(), sums_.end(), 0.0f);
-    for (uint32_t k0 = 0; k0 < g_.k; k0 += kDepth) {
-      uint32_t depth = schedule::smaller(kDepth, g_.k - k0);
+  void clear() { std::fill(sums_.begin(), sums_.end(), 0.0f); }
+
+  // Adds `rows` rows of x, k apart, times `cols` columns from `first_col` on of a w of k x n.
+  void multiply(In const* x, uint32_t rows, W const* w, uint32_t n, uint32_t k, uint32_t first_col, uint32_t cols) {
+    n_ = n;
+    k_ = k;
+    for (uint32_t k0 = 0; k0 < k_; k0 += kDepth) {
+      uint32_t depth = schedule::smaller(kDepth, k_ - k0);
       pack_x(x, rows, k0, depth);
       pack_w(w, first_col, cols, k0, depth);
       for (uint32_t i = 0; i < rows; ++i)
@@ -45,16 +47,16 @@ class TileProduct {
 
   void pack_x(In const* x, uint32_t rows, uint32_t k0, uint32_t depth) {
     for (uint32_t i = 0; i < rows; ++i)
-      for (uint32_t p = 0; p < depth; ++p) x_[i * kDepth + p] = to_float(x[size_t(i) * g_.k + k0 + p]);
+      for (uint32_t p = 0; p < depth; ++p) x_[i * kDepth + p] = to_float(x[size_t(i) * k_ + k0 + p]);
   }
   // Columns past `cols` keep what they held, finite or not: their sums are never read.
   void pack_w(W const* w, uint32_t first_col, uint32_t cols, uint32_t k0, uint32_t depth) {
     if (transpose_w_) {
       for (uint32_t j = 0; j < cols; ++j)
-        for (uint32_t p = 0; p < depth; ++p) w_[p * pitch_ + j] = to_float(w[size_t(first_col + j) * g_.k + k0 + p]);
+        for (uint32_t p = 0; p < depth; ++p) w_[p * pitch_ + j] = to_float(w[size_t(first_col + j) * k_ + k0 + p]);
     } else {
       for (uint32_t p = 0; p < depth; ++p)
-        for (uint32_t j = 0; j < cols; ++j) w_[p * pitch_ + j] = to_float(w[size_t(k0 + p) * g_.n + first_col + j]);
+        for (uint32_t j = 0; j < cols; ++j) w_[p * pitch_ + j] = to_float(w[size_t(k0 + p) * n_ + first_col + j]);
     }
   }
   void accumulate(float* sums, float const* x, float const* w, uint32_t depth) const {
@@ -65,9 +67,8 @@ class TileProduct {
     for (uint32_t j = 0; j < kLanes; ++j) sums[j] = s[j];
   }
 
-  schedule::Geometry g_;
   bool transpose_w_;
-  uint32_t pitch_;
+  uint32_t pitch_, n_ = 0, k_ = 0;
   std::vector<float> sums_, x_, w_;
 };
 

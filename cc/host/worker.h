@@ -46,12 +46,28 @@ class RankPart {
   uint32_t rank() const { return seat_.rank; }
   Arena& own() const { return arena(rank()); }
   Arena& arena(uint32_t rank) const { return *(*seat_.arenas)[rank]; }
-  uint32_t cols(schedule::Tile const& t) const { return schedule::smaller(g_.tile_n, g_.n - t.col * g_.tile_n); }
 
-  // The sums of `t`, whose rows of x begin at `rows`, by the scale.
-  void multiply(Worker<In>& worker, schedule::Tile const& t, In const* rows) const {
+  // All-gather: the product that a tile is of; and in its columns the tile's first. The other ops' tiles are of all products.
+  uint32_t product(schedule::Tile const& t) const { return seat_.spec->gather() ? place(t).product : 0; }
+  uint32_t first_col(schedule::Tile const& t) const { return (seat_.spec->gather() ? place(t).block : t.col) * g_.tile_n; }
+  uint32_t cols(schedule::Tile const& t) const {
+    return schedule::smaller(g_.tile_n, seat_.spec->n(product(t)) - first_col(t));
+  }
+
+  // Where `t` goes in a y whose first row of it is `row`; rows are `pitch` apart.
+  Out* y(schedule::Tile const& t, size_t row) const {
+    return static_cast<Out*>(seat_.operands.y_of(product(t))) + row * pitch(t) + first_col(t);
+  }
+  size_t pitch(schedule::Tile const& t) const { return seat_.spec->n(product(t)); }
+
+  // Adds a product's share to the sums of `t`, whose rows of its x begin at `rows`.
+  void add_product(Worker<In>& worker, schedule::Tile const& t, uint32_t product, In const* rows) const {
     using W = typename TileProduct<In>::W;
-    worker.product.multiply(rows, g_.rows(t), static_cast<W const*>(seat_.operands.w), t.col * g_.tile_n, cols(t));
+    CallSpec const& spec = *seat_.spec;
+    worker.product.multiply(rows, g_.rows(t), static_cast<W const*>(seat_.operands.w_of(product)), spec.n(product),
+                            spec.k(product), first_col(t), cols(t));
+  }
+  void scale(Worker<In>& worker, schedule::Tile const& t) const {
     if (seat_.operands.scale == nullptr) return;
     for (uint32_t i = 0; i < g_.rows(t); ++i)
       for (uint32_t j = 0; j < cols(t); ++j) worker.product.row(i)[j] *= *seat_.operands.scale;
@@ -59,20 +75,22 @@ class RankPart {
 
   // Adds the bias to the sums of `t`, which are whole, and activates them.
   void finish(Worker<In>& worker, schedule::Tile const& t) const {
-    float const* bias = seat_.operands.bias;
-    schedule::Activation activation = seat_.spec->activation;
+    float const* bias = seat_.operands.bias_of(product(t));
+    schedule::Activation activation = seat_.spec->activation_of(product(t));
     if (bias == nullptr && activation == schedule::Activation::kNone) return;
+    uint32_t first = first_col(t), count = cols(t);
     for (uint32_t i = 0; i < g_.rows(t); ++i)
-      for (uint32_t j = 0; j < cols(t); ++j) {
+      for (uint32_t j = 0; j < count; ++j) {
         float& sum = worker.product.row(i)[j];
-        sum = activated(bias == nullptr ? sum : sum + bias[size_t(t.col) * g_.tile_n + j], activation);
+        sum = activated(bias == nullptr ? sum : sum + bias[first + j], activation);
       }
   }
 
   // Rounds the sums of `t` to `out`, whose rows are `pitch` elements apart.
   void store(Worker<In>& worker, schedule::Tile const& t, Out* out, size_t pitch) const {
+    uint32_t count = cols(t);
     for (uint32_t i = 0; i < g_.rows(t); ++i)
-      for (uint32_t j = 0; j < cols(t); ++j) out[i * pitch + j] = from_float<Out>(worker.product.row(i)[j]);
+      for (uint32_t j = 0; j < count; ++j) out[i * pitch + j] = from_float<Out>(worker.product.row(i)[j]);
   }
 
   // Tells `destination` that what its word `index` of this rank stands for has landed.
@@ -104,6 +122,9 @@ class RankPart {
   Seat const& seat_;
   schedule::Geometry g_;
   schedule::Raster raster_;
+
+ private:
+  schedule::Products::Place place(schedule::Tile const& t) const { return seat_.spec->products.find(t.col, g_.tile_n); }
 };
 
 }  // namespace entwine::host

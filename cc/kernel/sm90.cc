@@ -43,7 +43,7 @@ Gather gather_of(Call const& call) {
   bool gather = call.op == Op::kAllGatherMatmul;
   Gather g{};
   g.shape = call.gathering;
-  g.own = static_cast<uint8_t const*>(gather ? call.x : call.z);
+  g.own = static_cast<uint8_t const*>(gather ? call.x[0] : call.z);
   g.whole = static_cast<uint8_t*>(call.gathered);
   g.pushers = gather ? call.plan.pushers : call.plan.copiers;
   g.copiers = call.plan.copiers;
@@ -57,6 +57,14 @@ Kernel pick_kernel(Op op, Variant const& variant, int* shared_bytes) {
   if (op == Op::kAllGatherMatmul) return all_gather_matmul_kernel(variant, shared_bytes);
   if (op == Op::kMatmulReduceScatter) return matmul_reduce_scatter_kernel(variant, shared_bytes);
   return matmul_all_reduce_kernel(variant, shared_bytes);
+}
+
+// n and k of one product.
+uint32_t columns(Call const& call, uint32_t i) {
+  return call.op == Op::kAllGatherMatmul ? call.products.size(i, call.geometry.n) : call.geometry.n;
+}
+uint32_t contraction(Call const& call, uint32_t i) {
+  return call.op == Op::kAllGatherMatmul ? call.geometry.k : call.products.size(i, call.geometry.k);
 }
 
 uint32_t clusters_of(Call const& call) { return schedule::smaller(call.multiprocessors / kCtas, call.geometry.tiles()); }
@@ -80,11 +88,16 @@ std::string unsupported(Call const& call) {
   if (is_float8(call.operands) && !call.transposed_w) return "8-bit operands: w must be stored transposed, (n, k)";
   if (is_float8(call.operands) && call.plan.form == schedule::Form::kFewRows)
     return "config few_rows: these kernels take 16-bit operands; leave it unset";
+  if (call.plan.form == schedule::Form::kFewRows && call.products.count > 1)
+    return "config few_rows: these kernels take one product; leave it unset";
   uint64_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands);
-  if (g.k * in % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", g.k * in);
-  if (!call.transposed_w && g.n * in % 16 != 0) return pitch("w", g.n * in);
-  if (g.n * out % 16 != 0) return pitch("the result", g.n * out);
-  if (reinterpret_cast<uintptr_t>(call.bias) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
+  for (uint32_t i = 0; i < call.products.count; ++i) {
+    uint64_t n = columns(call, i), k = contraction(call, i);
+    if (k * in % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", k * in);
+    if (!call.transposed_w && n * in % 16 != 0) return pitch("w", n * in);
+    if (n * out % 16 != 0) return pitch("the result", n * out);
+    if (reinterpret_cast<uintptr_t>(call.bias[i]) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
+  }
   if (call.gathering.row_bytes % 16 != 0) return pitch("the array gathered beside", call.gathering.row_bytes);
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
     return "a chunk of " + std::to_string(g.chunk_rows()) + " x " + std::to_string(g.cols()) + " tiles is past the limit of " +
@@ -117,49 +130,67 @@ TraceShape trace_shape(Call const& call) {
   return {kCtas * clusters, 256 + 16 * tiles};
 }
 
+namespace {
+
+// The tensor maps of one product, and of what is gathered, which the first one has.
+bool encode_maps(Call const& call, uint32_t i, Params& p) {
+  Geometry const& g = call.geometry;
+  bool gather = call.op == Op::kAllGatherMatmul;
+  uint32_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands), block_k = kBlockBytes / in;
+  uint32_t rows = g.tile_m / kCtas;  // of a CTA
+  uint32_t image_cols = 128 / out;
+  uint64_t n = columns(call, i), k = contraction(call, i);
+  TensorView w = call.transposed_w ? TensorView{call.w[i], in, 2, {k, n}, {k * in}, {block_k, g.tile_n / 2}}
+                                   : TensorView{call.w[i], 2, 2, {n, k}, {n * 2}, {64, kBlockK}};
+  bool ok = encode_tensor_map(w, &p.w[i]);
+  if (gather && i == 0) {
+    ok = ok && encode(chunk_view(call.x[0], k, g, 1, in), block_k, rows, &p.x[0]);
+    for (uint32_t parity = 0; parity < 2; ++parity)
+      ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), k, g,
+                                   schedule::larger(g.ranks - 1, 1), in),
+                        block_k, rows, &p.gathered[parity]);
+  }
+  if (gather) return ok && encode(whole_view(call.y[i], n, g, out), image_cols, kImageRows, &p.y[i]);
+  if (call.op == Op::kMatmulAllReduce) {
+    ok = ok && encode(matrix_view(call.x[i], k, g, in), block_k, rows, &p.x[i]);
+    return ok && (i != 0 || encode(matrix_view(call.y[0], n, g, out), image_cols, kImageRows, &p.y[0]));
+  }
+  ok = ok && encode(whole_view(call.x[i], k, g, in), block_k, rows, &p.x[i]);
+  return ok && (i != 0 || encode(chunk_view(call.y[0], n, g, 1, out), image_cols, kImageRows, &p.y[0]));
+}
+
+}  // namespace
+
 cudaError_t launch(Call const& call, cudaStream_t stream) {
   if (call.plan.form == schedule::Form::kFewRows) return launch_few_rows(call, stream);
   Geometry const& g = call.geometry;
   bool gather = call.op == Op::kAllGatherMatmul;
   Params p{};
-  uint32_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands), block_k = kBlockBytes / in;
-  uint32_t rows = g.tile_m / kCtas;  // of a CTA
-  uint32_t image_cols = 128 / out;
-  TensorView w = call.transposed_w ? TensorView{call.w, in, 2, {g.k, g.n}, {uint64_t{g.k} * in}, {block_k, g.tile_n / 2}}
-                                   : TensorView{call.w, 2, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
-  bool ok = encode_tensor_map(w, &p.w);
-  if (gather) {
-    ok = ok && encode(chunk_view(call.x, g.k, g, 1, in), block_k, rows, &p.x);
-    for (uint32_t parity = 0; parity < 2; ++parity)
-      ok = ok && encode(chunk_view(call.arenas[call.rank] + call.arena.staging_offset(parity), g.k, g,
-                                   schedule::larger(g.ranks - 1, 1), in),
-                        block_k, rows, &p.gathered[parity]);
-    ok = ok && encode(whole_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
-  } else if (call.op == Op::kMatmulAllReduce) {
-    ok = ok && encode(matrix_view(call.x, g.k, g, in), block_k, rows, &p.x);
-    ok = ok && encode(matrix_view(call.y, g.n, g, out), image_cols, kImageRows, &p.y);
-  } else {
-    ok = ok && encode(whole_view(call.x, g.k, g, in), block_k, rows, &p.x);
-    ok = ok && encode(chunk_view(call.y, g.n, g, 1, out), image_cols, kImageRows, &p.y);
+  uint32_t block_k = kBlockBytes / operand_bytes(call.operands);
+  uint32_t begin = 0;
+  for (uint32_t i = 0; i <= schedule::kMaxProducts; ++i) {
+    p.begin.at[i] = i < call.products.count ? begin : ~0u;
+    if (i >= call.products.count) continue;
+    if (!encode_maps(call, i, p)) return cudaErrorInvalidValue;
+    begin += gather ? schedule::ceil_div(columns(call, i), g.tile_n) : schedule::ceil_div(contraction(call, i), block_k);
+    p.n[i] = columns(call, i);
+    p.epilogue[i] = epilogue_of(call.bias[i], call.activation[i]);
   }
-  if (!ok) return cudaErrorInvalidValue;
 
   p.raster = {g.chunk_rows(), g.cols(), call.plan.raster};
   p.ranks = g.ranks;
   p.row_blocks = g.row_blocks();
-  p.k_blocks = schedule::ceil_div(g.k, block_k);
+  p.k_blocks = gather ? schedule::ceil_div(g.k, block_k) : begin;
   p.clusters = clusters_of(call);
   p.last = p.ranks * p.raster.size() + p.clusters - 1;
   p.lead = call.plan.lead;
   p.pull = call.plan.transport == schedule::Transport::kPull;
   p.pushers = call.plan.pushers;
   p.rows = g.all_rows();
-  p.n = g.n;
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
   p.scale = call.scale;
   p.gather = gather_of(call);
-  p.epilogue = epilogue_of(call.bias, call.activation);
   set_arena(call, p);
   if (call.trace != nullptr) {
     p.trace = call.trace;

@@ -10,6 +10,7 @@
 #include "schedule/activation.h"
 #include "schedule/arena_layout.h"
 #include "schedule/plan.h"
+#include "schedule/products.h"
 #include "schedule/stuck_report.h"
 #include "schedule/trace_event.h"
 
@@ -21,10 +22,12 @@ struct Call {
   schedule::Plan plan;
   Operands operands;
   bool transposed_w, float_out;  // the result is float32, else of 16-bit operands' type, bf16 of 8-bit ones
-  void const *x, *w;
-  void* y;
-  float const* bias;  // n of them; null: none
-  schedule::Activation activation;
+  schedule::Products products;
+  // By product; all-gather has one x, the other ops one y, bias and activation.
+  void const *x[schedule::kMaxProducts], *w[schedule::kMaxProducts];
+  void* y[schedule::kMaxProducts];
+  float const* bias[schedule::kMaxProducts];  // one number for each column; null: none
+  schedule::Activation activation[schedule::kMaxProducts];
   float const* scale;             // 8-bit operands: of their product
   schedule::Gathering gathering;  // x of all-gather; what reduce-scatter gathers beside, if anything
   void const* z;                  // reduce-scatter: the own chunk of that

@@ -32,20 +32,20 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   uint64_t row = g.k * uint64_t{2};
   bool ok = true;
   for (uint32_t parity = 0; parity < 2; ++parity) {
-    void const* x = call.op == Op::kAllGatherMatmul ? call.arenas[call.rank] + call.arena.staging_offset(parity) : call.x;
+    void const* x = call.op == Op::kAllGatherMatmul ? call.arenas[call.rank] + call.arena.staging_offset(parity) : call.x[0];
     ok = ok && encode_tensor_map({x, 2, 2, {g.k, p.shape.rows}, {row}, {kBlockK, p.shape.room}}, &p.x[parity]);
   }
-  TensorView w = call.transposed_w ? TensorView{call.w, 2, 2, {g.k, g.n}, {row}, {kBlockK, schedule::kFewRowsTileN}}
-                                   : TensorView{call.w, 2, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
+  TensorView w = call.transposed_w ? TensorView{call.w[0], 2, 2, {g.k, g.n}, {row}, {kBlockK, schedule::kFewRowsTileN}}
+                                   : TensorView{call.w[0], 2, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
   ok = ok && encode_tensor_map(w, &p.w);
   if (!ok) return cudaErrorInvalidValue;
 
   p.k_blocks = schedule::ceil_div(g.k, kBlockK);
   p.slice_blocks = schedule::ceil_div(p.k_blocks, p.shape.slices);
   p.clusters = schedule::smaller(schedule::larger(call.multiprocessors / p.shape.slices, 1), p.shape.tiles);
-  p.x_data = static_cast<uint8_t const*>(call.x);
-  p.y = static_cast<uint8_t*>(call.y);
-  p.epilogue = epilogue_of(call.bias, call.activation);
+  p.x_data = static_cast<uint8_t const*>(call.x[0]);
+  p.y = static_cast<uint8_t*>(call.y[0]);
+  p.epilogue = epilogue_of(call.bias[0], call.activation[0]);
   set_arena(call, p);
 
   int shared_bytes = 0;

@@ -71,36 +71,45 @@ class Product {
     if (!gather()) z.block_rows = g_.tile_m;
     if (!gather() && !gathers_) z = {};
     for (uint32_t r = 0; r < g_.ranks; ++r) {
-      std::vector<float> x(x_rows * g_.k), w(size_t(g_.k) * g_.n);
-      for (float& v : x) v = draw();
-      for (float& v : w) v = draw();
-      x_.push_back(encode(x, spec.in));
-      w_.push_back(encode(w, of_w(spec.in)));
-      y_.emplace_back(y_rows * g_.n * element_bytes(spec.out), std::byte{0xff});
-      if (gathers_ && gather()) z_.push_back(x_.back());
+      for (uint32_t p = 0; p < spec.products.count; ++p) {
+        std::vector<float> x(gather() && p > 0 ? 0 : x_rows * spec.k(p)), w(size_t(spec.k(p)) * spec.n(p));
+        for (float& v : x) v = draw();
+        for (float& v : w) v = draw();
+        x_.push_back(encode(x, spec.in));
+        w_.push_back(encode(w, of_w(spec.in)));
+        y_.emplace_back(!gather() && p > 0 ? 0 : y_rows * spec.n(p) * element_bytes(spec.out), std::byte{0xff});
+        bias_.emplace_back();
+        if (spec.activation_of(p) != schedule::Activation::kNone && (p == 0 || gather()))
+          for (uint32_t j = 0; j < spec.n(p); ++j)  // that of an all-reduce is the same on all ranks
+            bias_.back().push_back(r == 0 || !replicate() ? static_cast<float>(noise() % 64) - 32 : bias_[0][j]);
+      }
+      if (gathers_ && gather()) z_.push_back(x_[at(r, 0)]);
       if (gathers_ && !gather()) {
         z_.emplace_back(z.chunk_bytes());
         for (std::byte& b : z_.back()) b = static_cast<std::byte>(noise());
       }
-      bias_.emplace_back();
-      if (spec.activation != schedule::Activation::kNone)
-        for (uint32_t j = 0; j < g_.n; ++j)  // that of an all-reduce is the same on all ranks
-          bias_.back().push_back(r == 0 || !replicate() ? static_cast<float>(noise() % 64) - 32 : bias_[0][j]);
       if (gathers_) whole_.emplace_back(z.chunk_bytes() * g_.ranks, std::byte{0xff});
     }
   }
 
   CallSpec const& spec() const { return spec_; }
   Operands operands(uint32_t rank) {
-    return {x_[rank].data(),
-            w_[rank].data(),
-            y_[rank].data(),
-            gathers_ && !gather() ? z_[rank].data() : nullptr,
-            gathers_ ? whole_[rank].data() : nullptr,
-            bias_[rank].empty() ? nullptr : bias_[rank].data(),
-            is_float8(spec_.in) ? &scale_ : nullptr};
+    uint32_t i = at(rank, 0);
+    auto bias = [&](uint32_t i) { return bias_[i].empty() ? nullptr : bias_[i].data(); };
+    Operands operands{x_[i].data(),
+                      w_[i].data(),
+                      y_[i].data(),
+                      gathers_ && !gather() ? z_[rank].data() : nullptr,
+                      gathers_ ? whole_[rank].data() : nullptr,
+                      bias(i),
+                      is_float8(spec_.in) ? &scale_ : nullptr};
+    for (uint32_t p = 1; p < spec_.products.count; ++p) {
+      ++i;
+      operands.more[p - 1] = {x_[i].data(), w_[i].data(), y_[i].data(), bias(i)};
+    }
+    return operands;
   }
-  std::vector<std::byte> const& y(uint32_t rank) const { return y_[rank]; }
+  std::vector<std::byte> const& y(uint32_t rank) const { return y_[at(rank, 0)]; }
 
   bool exact() const { return worst(0) == 0 && gathered(); }
 
@@ -121,33 +130,42 @@ class Product {
   double worst(double relative) const {
     double worst = 0;
     uint32_t rows = replicate() ? g_.all_rows() : gather() ? g_.ranks * g_.m_shard : g_.m_shard;
+    uint32_t results = gather() ? spec_.products.count : 1;
     for (uint32_t r = 0; r < g_.ranks; ++r)
-      for (uint32_t b = 0; b < g_.batch; ++b)
-        for (uint32_t i = 0; i < rows; ++i)
-          for (uint32_t j = 0; j < g_.n; ++j) {
-            double want = 0, size = 0;
-            if (gather()) {
-              add(i / g_.m_shard, size_t(b) * g_.m_shard + i % g_.m_shard, r, j, want, size);
-            } else {
-              size_t first = replicate() ? 0 : (size_t(b) * g_.ranks + r) * g_.m_shard;
-              for (uint32_t q = 0; q < g_.ranks; ++q) add(q, first + i, q, j, want, size);
+      for (uint32_t p = 0; p < results; ++p)
+        for (uint32_t b = 0; b < g_.batch; ++b)
+          for (uint32_t i = 0; i < rows; ++i)
+            for (uint32_t j = 0; j < spec_.n(p); ++j) {
+              double want = 0, size = 0;
+              if (gather()) {
+                add(i / g_.m_shard, 0, size_t(b) * g_.m_shard + i % g_.m_shard, r, p, j, want, size);
+              } else {
+                size_t first = replicate() ? 0 : (size_t(b) * g_.ranks + r) * g_.m_shard;
+                for (uint32_t q = 0; q < g_.ranks; ++q)
+                  for (uint32_t pair = 0; pair < spec_.products.count; ++pair) add(q, pair, first + i, q, pair, j, want, size);
+              }
+              if (is_float8(spec_.in)) want *= scale_;
+              if (!bias_[at(r, p)].empty()) want += bias_[at(r, p)][j];
+              if (spec_.activation_of(p) == schedule::Activation::kRelu) want = std::max(want, 0.0);
+              double error = std::abs(decode(y_[at(r, p)], (size_t(b) * rows + i) * spec_.n(p) + j, spec_.out) - want);
+              if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
             }
-            if (is_float8(spec_.in)) want *= scale_;
-            if (!bias_[r].empty()) want += bias_[r][j];
-            if (spec_.activation == schedule::Activation::kRelu) want = std::max(want, 0.0);
-            double error = std::abs(decode(y_[r], (size_t(b) * rows + i) * g_.n + j, spec_.out) - want);
-            if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
-          }
     return worst;
   }
 
  private:
   bool gather() const { return spec_.op == Op::kAllGatherMatmul; }
   bool replicate() const { return spec_.op == Op::kMatmulAllReduce; }
-  void add(uint32_t x_rank, size_t x_row, uint32_t w_rank, uint32_t col, double& sum, double& size) const {
-    for (uint32_t p = 0; p < g_.k; ++p) {
-      size_t at = spec_.transpose_w ? size_t(col) * g_.k + p : size_t(p) * g_.n + col;
-      double term = double(decode(x_[x_rank], x_row * g_.k + p, spec_.in)) * decode(w_[w_rank], at, of_w(spec_.in));
+  // Of one product of a rank: all-gather has one x.
+  uint32_t at(uint32_t rank, uint32_t product) const { return rank * spec_.products.count + product; }
+  // `x_product` of x_rank's x's row times column `col` of `product` of w_rank's w.
+  void add(uint32_t x_rank, uint32_t x_product, size_t x_row, uint32_t w_rank, uint32_t product, uint32_t col, double& sum,
+           double& size) const {
+    uint32_t k = spec_.k(product), n = spec_.n(product);
+    for (uint32_t p = 0; p < k; ++p) {
+      size_t place = spec_.transpose_w ? size_t(col) * k + p : size_t(p) * n + col;
+      double term = double(decode(x_[at(x_rank, x_product)], x_row * k + p, spec_.in)) *
+                    decode(w_[at(w_rank, product)], place, of_w(spec_.in));
       sum += term;
       size += std::abs(term);
     }
@@ -163,8 +181,9 @@ class Product {
   CallSpec spec_;
   Geometry g_;
   bool gathers_ = false;
-  std::vector<std::vector<std::byte>> x_, w_, y_, z_, whole_;
-  std::vector<std::vector<float>> bias_;
+  std::vector<std::vector<std::byte>> x_, w_, y_;  // by rank and product
+  std::vector<std::vector<float>> bias_;           // likewise
+  std::vector<std::vector<std::byte>> z_, whole_;  // by rank
 };
 
 // Collects what the ranks report.
@@ -200,6 +219,17 @@ struct Random {
   float real() { return static_cast<float>(below(2000001)) / 1e6f - 1; }
 };
 
+// Several products in place of one, up to as wide or as deep each.
+void become_several(CallSpec& spec, Random& random) {
+  Geometry& g = spec.geometry;
+  uint32_t& size = spec.gather() ? g.n : g.k;
+  spec.products.count = 2 + random.below(schedule::kMaxProducts - 1);
+  for (uint32_t i = 0; i < spec.products.count; ++i) spec.products.sizes[i] = random.upto(size);
+  size = static_cast<uint32_t>(spec.products.joined(spec.gather() ? g.tile_n : 1));
+  for (schedule::Activation& each : spec.more_activations)
+    if (random.below(2) == 0) each = schedule::Activation::kRelu;
+}
+
 // A call of random shape and plan, small, with tails.
 CallSpec random_spec(Random& random, uint32_t ranks) {
   static constexpr Element kTypes[][2] = {
@@ -227,6 +257,7 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
     uint32_t rows = random.upto(ranks * g.m_shard);
     g = schedule::all_reduce_geometry(ranks, rows, g.n, g.k, tile_m, tile_n, random.upto(3));
   }
+  if (random.below(2) == 0) become_several(spec, random);
   return spec;
 }
 
@@ -249,7 +280,7 @@ void run_and_check(Team& team, std::vector<Product>& products, int64_t run, Rand
     Geometry const& g = p.spec().geometry;
     CHECK_THAT(p.exact(), p.spec().name << ", ranks " << g.ranks << ", batch " << g.batch << ", m_shard " << g.m_shard << ", n "
                                         << g.n << ", k " << g.k << ", tile " << g.tile_m << " x " << g.tile_n << ", workers "
-                                        << p.spec().workers);
+                                        << p.spec().workers << ", products " << p.spec().products.count);
   }
 }
 
@@ -346,6 +377,7 @@ void arenas_grow() {
     uint32_t i = 0;
     auto products = integer_products(random, 2, 6, [&](CallSpec& spec) {
       Geometry& g = spec.geometry;
+      if (i >= 2 && i <= 4) spec.products = {};
       if (i == 2) {  // 4900 tiles a chunk
         g = {2, 1, 70, 70, 3, 1, 1};
         spec.op = Op::kMatmulReduceScatter;
@@ -445,6 +477,7 @@ void a_rank_that_never_comes_ends_in_an_error() {
     auto products = integer_products(random, 3, 2, [&](CallSpec& spec) {
       spec.op = op;
       spec.name = schedule::op_name(op);
+      spec.products = {};
       Geometry& g = spec.geometry;
       g.missing = 0;
       if (op == Op::kMatmulAllReduce) g = schedule::all_reduce_geometry(3, 3 * g.m_shard, g.n, g.k, g.tile_m, g.tile_n, 1);

@@ -21,6 +21,9 @@ struct Call {
   bool scaled = false;  // has a scale, of this shape
   std::vector<int64_t> scale;
   CallAttributes attributes{};
+  // Of the products after the first; of `biases` an empty one is none.
+  std::vector<std::vector<int64_t>> xs, ws, ys, biases;
+  ffi::DataType more_type = ffi::F32;
 
   explicit Call(Op op) : op(op) {
     x = {2, op == Op::kAllGatherMatmul ? 10 : 40, 7};
@@ -28,7 +31,19 @@ struct Call {
     y = {2, op == Op::kMatmulReduceScatter ? 10 : 40, 5};
     attributes.team_size = 4;
     attributes.tile_m = attributes.tile_n = attributes.raster = attributes.pushers = attributes.copiers = attributes.workers =
-        1;
+        attributes.products = 1;
+  }
+
+  // Three products: a w of 3 and one of 4 columns more, or so much of a contraction.
+  Call& several() {
+    attributes.products = 3;
+    for (int64_t size : {3, 4}) {
+      bool gather = op == Op::kAllGatherMatmul;
+      ws.push_back(gather ? std::vector<int64_t>{7, size} : std::vector<int64_t>{size, 5});
+      (gather ? ys : xs).push_back({2, 40, size});
+      if (gather) biases.emplace_back();
+    }
+    return *this;
   }
 
   ffi::ErrorOr<Problem> decode(schedule::Target target = schedule::Target::kHost) {
@@ -36,11 +51,24 @@ struct Call {
     XLA_FFI_Buffer xb = buffer(x, x_type), wb = buffer(w, w_type), yb = buffer(y, y_type);
     XLA_FFI_Buffer zb = buffer(z, z_type), gb = buffer(gathered, gathered_type);
     XLA_FFI_Buffer bb = buffer(bias, bias_type), sb = buffer(scale, scale_type);
-    Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}, {}, {}};
+    Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}, {}, {}, {}};
     if (!bias.empty()) buffers.bias = ffi::AnyBuffer(&bb);
     if (scaled) buffers.scale = ffi::AnyBuffer(&sb);
     if (!z.empty()) buffers.z = ffi::AnyBuffer(&zb);
     if (!gathered.empty()) buffers.gathered = ffi::AnyBuffer(&gb);
+    XLA_FFI_Buffer more[4][schedule::kMaxProducts];
+    size_t row = 0;
+    auto add = [&](std::vector<std::vector<int64_t>>& all, ffi::DataType type, Buffers::Optional Buffers::More::* which) {
+      for (size_t i = 0; i < all.size(); ++i) {
+        more[row][i] = buffer(all[i], type);
+        if (!all[i].empty()) buffers.more[i].*which = ffi::AnyBuffer(&more[row][i]);
+      }
+      ++row;
+    };
+    add(xs, x_type, &Buffers::More::x);
+    add(ws, more_type, &Buffers::More::w);
+    add(ys, y_type, &Buffers::More::y);
+    add(biases, bias_type, &Buffers::More::bias);
     return decode_problem(op, target, attributes, buffers);
   }
 
@@ -95,7 +123,7 @@ void good_calls_decode() {
         CHECK(g.batch == 1 && g.m_shard == 20 && g.missing == 0);
       else
         CHECK(g.batch == 2 && g.m_shard == 10 && g.missing == 0);
-      CHECK(problem->activation == (transpose ? schedule::Activation::kGelu : schedule::Activation::kNone));
+      CHECK(problem->activation[0] == (transpose ? schedule::Activation::kGelu : schedule::Activation::kNone));
       CHECK(problem->plan.lead == 9 && problem->plan.transport == schedule::Transport::kPush);
       CHECK(problem->transpose_w == transpose && problem->in == ffi::F32 && problem->out == ffi::F32);
     }
@@ -110,6 +138,32 @@ void an_all_reduce_takes_any_rows() {
   if (!host.has_value() || !gpu.has_value()) return;
   CHECK(host->geometry.m_shard == 21 && host->geometry.missing == 2 && host->geometry.all_rows() == 82);
   CHECK(gpu->geometry.m_shard == 64 && gpu->geometry.missing == 174 && gpu->geometry.all_rows() == 82);
+}
+
+void several_products_decode() {
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce}) {
+    bool gather = op == Op::kAllGatherMatmul;
+    Call call = Call(op).several();
+    call.attributes.tile_n = 4;
+    call.attributes.biased = 1;
+    call.bias = {5};
+    call.attributes.activation = 1;
+    if (gather) {
+      call.attributes.activation |= 4 << 16;
+      call.attributes.biased |= 2;
+      call.biases[0] = {3};
+    }
+    auto problem = call.decode();
+    CHECK_THAT(problem.has_value(), problem.error().message());
+    if (!problem.has_value()) continue;
+    // Columns take whole tiles: 8, 4 and 4.
+    CHECK_EQ(problem->geometry.n, gather ? 16u : 5u);
+    CHECK_EQ(problem->geometry.k, gather ? 7u : 14u);
+    schedule::Products const& products = problem->products;
+    CHECK(products.count == 3 && products.sizes[0] == (gather ? 5 : 7) && products.sizes[1] == 3 && products.sizes[2] == 4);
+    CHECK(problem->activation[0] == schedule::Activation::kRelu && problem->activation[1] == schedule::Activation::kNone);
+    CHECK(problem->activation[2] == (gather ? schedule::Activation::kSilu : schedule::Activation::kNone));
+  }
 }
 
 void gatherings_decode() {
@@ -206,6 +260,31 @@ void bad_calls_are_named() {
     for (Fault const& fault : faults) check_fault(Call(op), fault);
 }
 
+void bad_products_are_named() {
+  Fault const faults[] = {
+      {[](Call& c) { c.attributes.products = 0; }, {"products must be 1 to 4", "0"}},
+      {[](Call& c) { c.attributes.products = 5; }, {"products must be 1 to 4", "5"}},
+      {[](Call& c) { c.attributes.products = 4; }, {"products is 4", "product 3 lacks"}},
+      {[](Call& c) { c.ws[1].pop_back(); }, {"w of product 2", "matrix"}},
+      {[](Call& c) { c.more_type = ffi::BF16; }, {"w of product 1", "dtype"}},
+      {[](Call& c) { ++c.ws[0][c.op == Op::kAllGatherMatmul ? 0 : 1]; }, {"w of product 1 has", "size"}},
+      {[](Call& c) { ++c.ws[0][c.op == Op::kAllGatherMatmul ? 1 : 0]; }, {"of product 1 must be (2, 40, 4)"}},
+      {[](Call& c) { c.attributes.biased = 8; }, {"biased is 8", "results"}},
+      {[](Call& c) { c.attributes.activation = 1 << 24; }, {"no activation 16777216"}},
+  };
+  for (Op op : kOps)
+    for (Fault const& fault : faults) check_fault(Call(op).several(), fault);
+  Fault const gathering[] = {
+      {[](Call& c) { c.attributes.biased = 2; }, {"biased is 2", "no bias"}},
+      {[](Call& c) { c.biases[1] = {4}; }, {"biased is 0", "a bias"}},
+      {[](Call& c) { c.biases[1] = {5}, c.attributes.biased = 4; }, {"bias must be float32", "(4)"}},
+      {[](Call& c) { c.attributes.activation = 5 << 8; }, {"no activation 5"}},
+      {[](Call& c) { c.ys[0][1] = 39; }, {"the result of product 1 must be (2, 40, 3)"}},
+  };
+  for (Fault const& fault : gathering) check_fault(Call(Op::kAllGatherMatmul).several(), fault);
+  check_fault(Call(Op::kMatmulReduceScatter).several(), {[](Call& c) { c.xs[1][0] = 3; }, {"x of product 2 must be"}});
+}
+
 void float8_has_a_scale() {
   for (Op op : kOps)
     for (ffi::DataType type : {ffi::F8E4M3FN, ffi::F8E5M2}) {
@@ -233,7 +312,9 @@ int main() {
   using namespace entwine;
   return check::run({{"good calls decode", good_calls_decode},
                      {"an all-reduce takes any rows", an_all_reduce_takes_any_rows},
+                     {"several products decode", several_products_decode},
                      {"bad calls are named", bad_calls_are_named},
+                     {"bad products are named", bad_products_are_named},
                      {"float8 has a scale", float8_has_a_scale},
                      {"gatherings decode", gatherings_decode},
                      {"bad gatherings are named", bad_gatherings_are_named}});

@@ -58,9 +58,9 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
   auto* control = reinterpret_cast<Control*>(params.arena[params.rank]);
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(&params.x);
-    ptx::prefetch_map(&params.w);
-    ptx::prefetch_map(&params.y);
+    ptx::prefetch_map(&params.x[0]);
+    ptx::prefetch_map(&params.w[0]);
+    ptx::prefetch_map(&params.y[0]);
     init_barriers(shared);
   }
   Claim first{};

@@ -35,7 +35,7 @@ template <class C>
 __device__ __forceinline__ schedule::PartInside inside(Params const& p, schedule::Tile tile, uint32_t part) {
   constexpr schedule::TileParts kParts{{C::kTileM, C::kTileN}};
   static_assert(kParts.stacked() == C::kStacked && kParts.cols() == C::kConsumerN, "parts are the consumers'");
-  return schedule::part_inside(kParts, tile, part, p.m_shard, p.rows, p.n, C::kImageCols);
+  return schedule::part_inside(kParts, tile, part, p.m_shard, p.rows, p.n[0], C::kImageCols);
 }
 
 template <class C>
@@ -87,7 +87,7 @@ class Collector {
   __device__ __forceinline__ void store() {
     uint32_t slot = stored_ % kPieces;
     ptx::mbarrier_wait(cta_.shared.piece_loaded(slot), (stored_ / kPieces) & 1);
-    ptx::tma_store_4d(&cta_.params.y, cta_.shared.piece(slot), col_, row_, 0, 0);
+    ptx::tma_store_4d(&cta_.params.y[0], cta_.shared.piece(slot), col_, row_, 0, 0);
     ptx::bulk_commit();
     ++stored_;
   }

@@ -89,7 +89,12 @@ class Consumer {
     for (uint32_t packed; (packed = take()) != kNoTile;) {
       schedule::Tile tile = unpack_tile(packed);
       bool own = C::kGather || tile.owner == cta_.params.rank;
-      if (own) bias_.load(cta_.params, tile.col * C::kTileN + (C::kStacked ? 0 : index_ * C::kConsumerN), lane_);
+      if constexpr (C::kGather) product_ = cta_.params.begin.of(tile.col);
+      if (own) {
+        uint32_t first = C::kGather ? cta_.params.begin.at[product_] : 0;
+        bias_.load(epilogue(), (tile.col - first) * C::kTileN + (C::kStacked ? 0 : index_ * C::kConsumerN),
+                   cta_.params.n[C::kGather ? product_ : 0], lane_);
+      }
       for (uint32_t k = 0; k < cta_.params.k_blocks; ++k) {
         multiply(k);
         ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
@@ -143,12 +148,14 @@ class Consumer {
     for (float& value : acc_) value *= factor;
   }
 
+  __device__ __forceinline__ Epilogue const& epilogue() const { return cta_.params.epilogue[C::kGather ? product_ : 0]; }
+
   // Bias and activation of one image, whose sums are whole.
   template <int kImage>
   __device__ __forceinline__ void finish() {
     float* values = acc_ + kImage * Image<C>::kValues;
-    bias_.template add<kImage, Image<C>::kValues / 4>(cta_.params, values, lane_);
-    activate<Image<C>::kValues>(cta_.params.epilogue, values);
+    bias_.template add<kImage, Image<C>::kValues / 4>(epilogue(), values, lane_);
+    activate<Image<C>::kValues>(epilogue(), values);
   }
 
   // Adds what has to be added and hands the tile to the storer, image by image; an own tile becomes y. (A loop over images is
@@ -193,7 +200,8 @@ class Consumer {
   TileStream<C> tiles_;
   uint32_t index_, warp_, lane_;
   uint32_t stage_ = 0, phase_ = 0;
-  uint32_t used_ = 0;  // C buffers used so far
+  uint32_t used_ = 0;     // C buffers used so far
+  uint32_t product_ = 0;  // all-gather: which one the tile is of
   ColumnBias<C> bias_;
   float acc_[C::kAccumulators];
 };

@@ -4,6 +4,9 @@
 // reduce-scatter: (k, row, chunk, batch), the rows of a batch are the chunks in rank order. Rows past a chunk and k past the
 // end read as zeros. All-reduce: (k, row, 0, 0), chunks are just rows; those past a chunk are the next one's, and what comes of
 // them is never stored. w coordinates: (n, k), or (k, n) when stored transposed.
+//
+// Of several products all-gather's tile belongs to one, by its column; in the other ops a tile's k blocks go on from one pair
+// of x and w to the next. Each has its own maps, and coordinates begin with each.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
@@ -23,7 +26,10 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
     schedule::Tile tile = unpack_tile(packed);
     uint32_t batch = tile.row / p.row_blocks;
     uint32_t row = (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM;
-    CUtensorMap const* x = &p.x;
+    uint32_t product = C::kGather ? p.begin.of(tile.col) : 0;
+    CUtensorMap const *x = p.x, *w = &p.w[product];
+    uint32_t col = (tile.col - (C::kGather ? p.begin.at[product] : 0)) * C::kTileN;
+    uint32_t first = 0, next = C::kGather ? 0 : p.begin.at[1];  // k blocks at which a pair begins
     uint32_t third = tile.owner, fourth = batch;
     if constexpr (C::kReplicate) {
       row += tile.owner * p.m_shard;
@@ -40,21 +46,28 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
     }
     for (uint32_t k = 0; k < p.k_blocks; ++k) {
       if (k == ask_at) tiles.taken();
+      if constexpr (!C::kGather)
+        if (k == next) {
+          ++product;
+          ++x;
+          ++w;
+          first = next;
+          next = p.begin.at[product + 1];
+        }
+      uint32_t depth = (k - first) * C::kBlockK;
       ptx::mbarrier_wait(shared.empty(stage), phase);
       if (k == 0) trace.mark(schedule::Mark::kFirstLoad, packed);
       ptx::mbarrier_arrive_expect(shared.full(stage), C::kStageBytes);
-      ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), k * C::kBlockK, row, third, fourth);
+      ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), depth, row, third, fourth);
       // Each CTA loads half of w's tile for both.
       constexpr uint16_t kBoth = 3;
       if constexpr (C::kTransposedW) {
         uint32_t half = cta.rank_in_cluster * (C::kTileN / 2);
-        ptx::tma_load_2d(&p.w, shared.b(stage) + half * kBlockBytes, shared.full(stage), k * C::kBlockK,
-                         tile.col * C::kTileN + half, kBoth);
+        ptx::tma_load_2d(w, shared.b(stage) + half * kBlockBytes, shared.full(stage), depth, col + half, kBoth);
       } else {
         constexpr uint32_t kPanels = C::kTileN / 128;  // of 64 columns
         for (uint32_t panel = cta.rank_in_cluster * kPanels; panel < (cta.rank_in_cluster + 1) * kPanels; ++panel)
-          ptx::tma_load_2d(&p.w, shared.b(stage) + panel * kImageBytes, shared.full(stage), tile.col * C::kTileN + panel * 64,
-                           k * C::kBlockK, kBoth);
+          ptx::tma_load_2d(w, shared.b(stage) + panel * kImageBytes, shared.full(stage), col + panel * 64, depth, kBoth);
       }
       if (++stage == C::kStages) {
         stage = 0;

@@ -7,6 +7,7 @@
 
 #include "kernel/sm90/epilogue.h"
 #include "schedule/gathering.h"
+#include "schedule/products.h"
 #include "schedule/stuck_report.h"
 #include "schedule/tile_order.h"
 #include "schedule/trace_event.h"
@@ -38,9 +39,24 @@ struct Gather {
   uint64_t staging_offset;   // of the peers' chunks in a half of the staging
 };
 
+// Where the products of a launch begin, in column tiles (all-gather) or k blocks; one that isn't there never does. Its first
+// one begins at 0, and there is a limit after the last.
+struct Beginnings {
+  uint32_t at[schedule::kMaxProducts + 1];
+
+  // The product that a block belongs to.
+  ENTWINE_HOST_DEVICE uint32_t of(uint32_t block) const {
+    uint32_t product = 0;
+    for (uint32_t i = 1; i < schedule::kMaxProducts; ++i) product += block >= at[i];
+    return product;
+  }
+};
+
 struct Params {
-  // x; the peers' gathered chunks by epoch parity (all-gather); w; y. Coordinates: see loader.cuh and storer.cuh.
-  CUtensorMap x, gathered[2], w, y;
+  // By product: x, of which all-gather has one; w; y, of which the others have one. And all-gather's peers' chunks of x by
+  // epoch parity. Coordinates: see loader.cuh and storer.cuh.
+  CUtensorMap x[schedule::kMaxProducts], gathered[2], w[schedule::kMaxProducts], y[schedule::kMaxProducts];
+  Beginnings begin;
 
   schedule::Raster raster;  // of one chunk, in cluster tiles
   uint32_t ranks, rank;
@@ -52,9 +68,10 @@ struct Params {
   uint32_t lead;  // reduce-scatter, all-reduce
   uint32_t pull;  // reduce-scatter, all-reduce: partials wait in their producer's arena, not in the owner's
 
-  uint32_t m_shard;         // all-reduce: rows of a chunk
-  uint32_t rows, n;         // of y; rows: all-reduce
-  uint64_t results_offset;  // all-reduce: where the peers' finished tiles begin in a half of the staging
+  uint32_t m_shard;                    // all-reduce: rows of a chunk
+  uint32_t rows;                       // all-reduce: of y
+  uint32_t n[schedule::kMaxProducts];  // of each y
+  uint64_t results_offset;             // all-reduce: where the peers' finished tiles begin in a half of the staging
 
   uint32_t pushers;  // reduce-scatter, all-reduce by push: tiles on the link at once
   Gather gather;
@@ -69,8 +86,8 @@ struct Params {
   schedule::TraceEvent* trace;  // traced kernels: [CTA][writer][trace_capacity], zeroed
   uint32_t trace_capacity;
 
-  Epilogue epilogue;
-  float const* scale;  // 8-bit operands: what their product is multiplied by, before it is rounded
+  Epilogue epilogue[schedule::kMaxProducts];  // of each y
+  float const* scale;                         // 8-bit operands: what their product is multiplied by, before it is rounded
 
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return last; }
 };

@@ -4,7 +4,8 @@
 //
 // y coordinates, all-gather: (n, row, chunk, batch), the rows of a batch are the chunks in rank order; reduce-scatter:
 // (n, row, batch, 0); all-reduce: (n, row, 0, 0). Rows past a chunk and columns past the end are clipped by TMA, but in an
-// all-reduce rows past a chunk are the next one's: see inside(). Partials and finished tiles travel as raw images.
+// all-reduce rows past a chunk are the next one's: see inside(). Partials and finished tiles travel as raw images. Of several
+// products, all-gather's tile is one's, whose columns begin anew.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
@@ -51,7 +52,9 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
     uint32_t batch = tile.row / p.row_blocks;
     uint32_t row =
         (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM + (C::kStacked ? consumer * 64 : 0);
-    uint32_t col = tile.col * C::kTileN + (C::kStacked ? 0 : consumer * C::kConsumerN);
+    uint32_t product = C::kGather ? p.begin.of(tile.col) : 0;
+    uint32_t col =
+        (tile.col - (C::kGather ? p.begin.at[product] : 0)) * C::kTileN + (C::kStacked ? 0 : consumer * C::kConsumerN);
     uint32_t index = C::kGather ? 0 : p.raster.index(tile.row, tile.col), part = cta.rank_in_cluster * kConsumers + consumer;
     schedule::PartInside there{};
     if constexpr (C::kReplicate) {
@@ -91,10 +94,10 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
         ptx::bulk_commit();
       } else if (uint32_t image = item / sources; item - image * sources == sources - 1) {
         if constexpr (!C::kReplicate) {
-          ptx::tma_store_4d(&p.y, from, col + image * C::kImageCols, row, C::kGather ? tile.owner : batch,
+          ptx::tma_store_4d(&p.y[product], from, col + image * C::kImageCols, row, C::kGather ? tile.owner : batch,
                             C::kGather ? batch : 0);
         } else if (image < there.images) {
-          ptx::tma_store_4d(&p.y, from, there.col + image * C::kImageCols, there.row, 0, 0);
+          ptx::tma_store_4d(&p.y[0], from, there.col + image * C::kImageCols, there.row, 0, 0);
           for (uint32_t peer = 0; peer < p.ranks; ++peer)
             if (peer != p.rank)
               ptx::bulk_store(result(cta, peer, p.rank, index, part) + image * kImageBytes, from, kImageBytes);

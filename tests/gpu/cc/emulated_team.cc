@@ -165,7 +165,8 @@ void EmulatedTeam::poison_staging(schedule::ArenaDemand const& demand) {
 }
 
 void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
-                          void* y, float const* bias, void const* z, void* gathered, uint32_t multiprocessors) {
+                          void* y, float const* bias, void const* z, void* gathered, uint32_t multiprocessors,
+                          std::function<void(sm90::Call&)> const& change) {
   sm90::Call call{};
   call.op = variant.op;
   call.geometry = tiled(geometry, variant);
@@ -181,13 +182,13 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.operands = variant.operands;
   call.transposed_w = variant.transposed_w;
   call.float_out = variant.float_out;
-  call.x = x;
-  call.w = w;
-  call.y = y;
+  call.x[0] = x;
+  call.w[0] = w;
+  call.y[0] = y;
   if (is_float8(variant.operands)) call.scale = rank.scale;
   if (variant.finishes) {
-    call.bias = bias;
-    call.activation = schedule::Activation::kRelu;
+    call.bias[0] = bias;
+    call.activation[0] = schedule::Activation::kRelu;
   }
   call.gathering = gathering_of(variant, call.geometry);
   if (variant.gathers) {
@@ -200,6 +201,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.multiprocessors = multiprocessors == 0 ? rank.multiprocessors : schedule::smaller(multiprocessors, rank.multiprocessors);
   call.timeout_ns = kTimeoutNs;
   call.stuck = stuck_;
+  if (change) change(call);
   std::string why = sm90::unsupported(call);
   if (why.empty() && !layout_.fits(demand_of(variant, call.geometry))) why = "the arena is too small";
   if (!why.empty()) {

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -86,9 +87,10 @@ class EmulatedTeam {
   // Poisons what a call may use of both halves. Waits.
   void poison_staging(entwine::schedule::ArenaDemand const& demand);
 
-  // `multiprocessors` is a limit: 0 is the rank's share. The bias is used if the variant has one.
+  // `multiprocessors` is a limit: 0 is the rank's share. The bias is used if the variant has one. `change` has the last word.
   void launch(Rank& rank, entwine::schedule::Geometry const& geometry, Variant const& variant, void const* x, void const* w,
-              void* y, float const* bias, void const* z, void* gathered, uint32_t multiprocessors = 0);
+              void* y, float const* bias, void const* z, void* gathered, uint32_t multiprocessors = 0,
+              std::function<void(entwine::sm90::Call&)> const& change = {});
 
   // Whether all arenas are as they must be between calls: "" or what is wrong. Waits.
   std::string arena_fault();

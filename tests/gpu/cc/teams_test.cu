@@ -20,6 +20,7 @@
 
 #include "emulated_team.h"
 #include "expectation.cuh"
+#include "several_products.h"
 
 namespace teams {
 namespace {
@@ -587,6 +588,7 @@ void test_team(uint32_t ranks, int devices) {
   EmulatedTeam team(ranks, devices, layout_of(ranks), kPoolBytes, kScale);
   Watchdog watchdog([&team] { team.describe(); });
   exact(team);
+  several_products(team, kScale);
   for (uint32_t i = 0; i < std::size(kStresses); ++i) stress(team, kStresses[i], i);
 }
 

@@ -1,0 +1,40 @@
+// Several products in one call. All-gather multiplies one x by several w, whose columns may be of different numbers, to a y of
+// each; the other ops add the products of several pairs, whose contractions may be of different lengths, to one y.
+//
+// To the schedule they are one. All-gather: the column tiles of the first product, then those of the second, and so on; each
+// may end in a tile that is partly empty, so the geometry's n is a sum of multiples of tile_n. The others: k is the sum of all.
+#pragma once
+
+#include "schedule/geometry.h"
+
+namespace entwine::schedule {
+
+constexpr uint32_t kMaxProducts = 4;
+
+struct Products {
+  uint32_t count = 1;
+  uint32_t sizes[kMaxProducts] = {};  // of several: n of each (all-gather), or k of each; a single one's is the geometry's
+
+  // Of product `i`, if `whole` is the geometry's.
+  constexpr uint32_t size(uint32_t i, uint32_t whole) const { return count == 1 ? whole : sizes[i]; }
+
+  // The geometry's n or k of several, where each takes whole blocks of so many columns or elements.
+  constexpr uint64_t joined(uint32_t block) const {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < count; ++i) sum += round_up(sizes[i], block);
+    return sum;
+  }
+
+  // Where block `at` lies: in which product, and which of its own blocks it is.
+  struct Place {
+    uint32_t product, block;
+  };
+  constexpr Place find(uint32_t at, uint32_t block) const {
+    Place place{0, at};
+    for (; place.product + 1 < count && place.block >= ceil_div(sizes[place.product], block); ++place.product)
+      place.block -= ceil_div(sizes[place.product], block);
+    return place;
+  }
+};
+
+}  // namespace entwine::schedule
