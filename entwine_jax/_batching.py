@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
-from . import _reference
+from . import _operands, _reference
 from ._strategy import Request
 
 
@@ -22,6 +22,8 @@ def batch(
     x, w, *more = (v if dim is None else jnp.moveaxis(v, dim, 0) for v, dim in zip(args, dims, strict=True))
     x_batched, w_batched, *more_batched = (dim is not None for dim in dims)
     request: Request = params["request"]
+    if request.products > 1:
+        return _several(functools.partial(primitive.bind, **params), request, (x, w, *more), dims, size)
     if request.biased and more_batched[0] and not w_batched:
         bare = functools.partial(primitive.bind, **params | {"request": request.bare()})
         axes = [0 if b else None for b in (x_batched, w_batched, *more_batched[1:])]
@@ -58,3 +60,27 @@ def batch(
     many = rows[-1][1]
     gathered = [v.reshape(size, -1, *v.shape[1:]) if many else jnp.broadcast_to(v, (size, *v.shape)) for v in gathered]
     return [y, *gathered], [y_dim, *[0] * len(gathered)]
+
+
+def _several(
+    bind: Any, request: Request, args: Sequence[jax.Array], dims: Sequence[int | None], size: int
+) -> tuple[list[Any], list[int]]:
+    """Batches, leading in `args`, of several x join their own, as one of z does; batches of anything else are taken one
+    by one."""
+    arrays, batched = (_operands.split(request, each) for each in (args, [dim is not None for dim in dims]))
+    others = (*batched.ws, *batched.biases, batched.scale)
+    spread = lambda v, is_batched: v if is_batched else jnp.broadcast_to(v, (size, *v.shape))  # noqa: E731
+    if any(others) or not any(batched.xs):
+        results = lax.map(lambda each: bind(*each), (*map(spread, args, (dim is not None for dim in dims)),))
+        return results, [0] * len(results)
+    join = lambda v: v.reshape(-1, *v.shape[2:])  # noqa: E731
+    xs = tuple(join(spread(*each)) for each in zip(arrays.xs, batched.xs, strict=True))
+    z = join(arrays.z) if batched.z else arrays.z
+    results = bind(*arrays._replace(xs=xs, z=z).flat())
+    ys, gathered = results[: len(request.biases)], results[len(request.biases) :]
+    ys = [v.reshape(size, -1, *v.shape[1:]) for v in ys]
+    if arrays.z is not None and not batched.z:
+        gathered = [jnp.broadcast_to(v, (size, *v.shape)) for v in gathered]
+    else:
+        gathered = [v.reshape(size, -1, *v.shape[1:]) for v in gathered]
+    return [*ys, *gathered], [0] * len(results)

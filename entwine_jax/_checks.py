@@ -25,6 +25,35 @@ def several(op: str, ws: Any) -> None:
         raise TypeError(f"entwine_jax.{op}: w={ws!r} is empty but must hold at least one matrix")
 
 
+def pairs(op: str, xs: Any, ws: Any) -> None:
+    """Of a sum of products."""
+    for name, value in (("x", xs), ("w", ws)):
+        if not isinstance(value, tuple | list):
+            raise TypeError(
+                f"entwine_jax.{op}: {name} is {type(value).__name__} and the other operand several, but there must "
+                "be an x and a w for each product: pass tuples of as many"
+            )
+    several(op, ws)
+    if len(xs) != len(ws):
+        raise TypeError(f"entwine_jax.{op}: x holds {len(xs)} arrays and w {len(ws)}, but each product has one of both")
+
+
+def summands(op: str, shapes: list[tuple[tuple[int, ...], int]]) -> None:
+    """That products which are added are alike; of each its x's shape and its columns."""
+    (x, n), *others = shapes
+    for i, (its_x, its_n) in enumerate(others, 1):
+        if its_x[:-1] != x[:-1]:
+            raise TypeError(
+                f"entwine_jax.{op}: x[{i}] has shape {its_x} and x[0] {x}, but all products are added: they must "
+                "differ in the last dimension only"
+            )
+        if its_n != n:
+            raise TypeError(
+                f"entwine_jax.{op}: w[{i}] has {its_n} columns and w[0] {n}, but all products are added: they must "
+                "have as many"
+            )
+
+
 def several_scales(op: str, x: Any, given: Any) -> None:
     if given is not None or getattr(x, "dtype", None) in FLOAT8:
         raise TypeError(
@@ -143,6 +172,15 @@ def pair(op: str, given: Any) -> tuple[jax.Array, jax.Array]:
                 "shape (); reshape it, or quantise by one scale"
             )
     return jnp.asarray(given[0]), jnp.asarray(given[1])
+
+
+def one_dtype(op: str, dtypes: list[Any]) -> None:
+    """Of the float8 x of products that are added."""
+    if len({*dtypes}) > 1:
+        raise TypeError(
+            f"entwine_jax.{op}: x are of {', '.join(map(str, dtypes))}, but those of products that are added must have "
+            "one dtype; quantise all to float8_e4m3fn or all to float8_e5m2"
+        )
 
 
 def float8_types(op: str, preferred: Any, precision: Any, operands: str) -> np.dtype[Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _lowering, _reference, _strategy
+from ._operands import Operands
 from ._strategy import Choice, Request
 
 
@@ -38,7 +39,8 @@ def run(
     if choice.strategy == "fused":
         results: tuple[jax.Array, jax.Array | None] = _fused_inline(request, choice, x, w, z, bias)
         return results
-    return _lowering.on_xla(request, choice, x, w, bias)
+    (y,), gathered = _lowering.on_xla(request, choice, Operands((x,), (w,), (bias,)))
+    return y, gathered
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -9,13 +9,24 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
-from . import _partitioning, _strategy
+from . import _operands, _partitioning, _strategy
 from ._lowering import collective_matmul_p, note_p
 from ._lowering import gathered as gathered_type
 from ._partitioning import Partitioned
-from ._strategy import Plan
+from ._strategy import Plan, Request
 
 _OURS = (collective_matmul_p, note_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One of several in a call. Products that are added have one y, and one epilogue, which all of them name."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    y: tuple[int, ...]
+    bias: bool = False
+    activation: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +53,8 @@ class CollectiveMatmul:
     w_dtype: np.dtype[Any] | None = None  # of w where it isn't that of x: float8_e4m3fn beside float8_e5m2
     bias: bool = False  # whether the call adds one
     activation: str | None = None  # that the call applies
+    # Of a call of several products, all of them; x, w, y, bias and activation are those of the first.
+    products: tuple[Product, ...] = ()
 
 
 class Explanation(Sequence[CollectiveMatmul]):
@@ -114,14 +127,14 @@ def _describe(equation: Any) -> CollectiveMatmul:
     y, about = equation.outvars[0].aval, equation.params.get("about")
     if about is None:
         about = equation.params["request"], equation.params["choice"]
-        x, w, *beside = (variable.aval for variable in equation.invars)
-        beside = beside[int(about[0].biased) + int(about[0].scaled) :]
+        operands = _operands.split(about[0], [variable.aval for variable in equation.invars])
+        pairs, z = operands.pairs(), operands.z
     else:
-        x, w, beside = equation.params["x"], equation.params["w"], []
+        pairs, z = ((equation.params["x"], equation.params["w"]), *equation.params["more"]), None
+    x, w = pairs[0]
     if isinstance(about, str):  # explicit shardings left it to XLA
         return _dot(_shard(x), _shard(w), _shard(y), False, about)
     request, choice = about
-    z = next(iter(beside), None)
     return CollectiveMatmul(
         op=request.op,
         x=x.shape,
@@ -135,11 +148,24 @@ def _describe(equation: Any) -> CollectiveMatmul:
         strategy=choice.strategy,
         reason=choice.reason,
         plan=choice.plan,
-        arena_bytes=_strategy.arena_bytes(request, choice.plan, x, w, z) if choice.plan else 0,
+        arena_bytes=_strategy.arena_bytes(request, choice.plan, *_strategy.joined(request, pairs), z)
+        if choice.plan
+        else 0,
         gathered=gathered_type(request, z or x).shape if request.gathers else None,
         w_dtype=None if w.dtype == x.dtype else w.dtype,
         bias=request.biased,
         activation=request.activation,
+        products=_products(request, pairs, y) if request.products > 1 else (),
+    )
+
+
+def _products(request: Request, pairs: Sequence[tuple[Any, Any]], y: Any) -> tuple[Product, ...]:
+    columns, count = 0 if request.transpose_w else 1, len(pairs)
+    sums = count // len(request.biases)  # of how many products one y is
+    finishes = zip(request.biases * sums, request.activations * sums, strict=True)
+    return tuple(
+        Product(x.shape, w.shape, (*y.shape[:-1], w.shape[columns]), *finish)
+        for (x, w), finish in zip(pairs, finishes, strict=True)
     )
 
 
@@ -193,11 +219,16 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     if m.plan is not None:
         plan = _plan(m.op, m.plan)
         plan += f" copiers {m.plan.copiers}" if m.gathered else ""
+    all_ = m.products or (Product(m.x, m.w, m.y, m.bias, m.activation),)
+
+    xs = [_array(m.dtype, p.x) for p in all_]
+    ys = [_array(m.result_dtype, p.y) for p in all_]
+    scattered = m.op != "all_gather_matmul"
     return (
-        " + ".join([m.op, *["bias"] * m.bias, *filter(None, [m.activation])]),
-        _array(m.dtype, m.x),
-        _array(m.w_dtype or m.dtype, m.w) + (".T" if m.transpose_w else ""),
-        _array(m.result_dtype, m.y),
+        ", ".join(dict.fromkeys(" + ".join([m.op, *["bias"] * p.bias, *filter(None, [p.activation])]) for p in all_)),
+        ", ".join(xs if scattered else xs[:1]),
+        ", ".join(_array(m.w_dtype or m.dtype, p.w) + (".T" if m.transpose_w else "") for p in all_),
+        ", ".join(ys[:1] if scattered else ys),
         _array(m.dtype, m.gathered) if m.gathered else "",
         f"{','.join(map(str, m.axis_name))}:{m.team_size}" if m.axis_name else "",
         m.strategy,

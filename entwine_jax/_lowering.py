@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _batching, _core, _reference, _strategy, _threads
+from . import _batching, _core, _operands, _reference, _strategy, _threads
 from ._config import ACTIVATIONS, TRANSPORTS
 from ._strategy import Choice, Plan, Request
 
@@ -87,15 +87,17 @@ def _vary_alone_backward(axis_name: tuple[str, ...], saved: None, dv: jax.Array)
 _vary_alone.defvjp(_vary_alone_forward, _vary_alone_backward)
 
 
-# Operands x, w, a bias if the request is biased, the scale of a scaled product, and z if reduce-scatter gathers that
-# beside; results y and, if the request gathers, all of x or z.
+# Operands: see _operands.py. Results: y of each product of an all-gather, else one y; and if the request gathers, all
+# of x, or of z that reduce-scatter gathers beside.
 collective_matmul_p = Primitive("collective_matmul")
 collective_matmul_p.multiple_results = True
 
 
-def _results(x: Any, w: Any, *more: Any, request: Request, choice: Choice) -> list[Any]:
-    y, z = _result(x, w, request), more[int(request.biased) + int(request.scaled) :]
-    return [y, gathered(request, *(z or (x,)))] if request.gathers else [y]
+def _results(*flat: Any, request: Request, choice: Choice) -> list[Any]:
+    operands = _operands.split(request, flat)
+    ys = [_result(x, w, request) for x, w in operands.pairs()[: len(request.biases)]]
+    z = operands.xs[0] if operands.z is None else operands.z
+    return [*ys, gathered(request, z)] if request.gathers else ys
 
 
 def gathered(request: Request, z: Any) -> Any:
@@ -129,9 +131,9 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
     numbers = {
         "team_size": request.team.size,
         "transpose_w": int(request.transpose_w or request.scaled),
-        "products": 1,
-        "biased": int(request.biased),
-        "activation": (None, *ACTIVATIONS).index(request.activation),
+        "products": request.products,
+        "biased": sum(int(biased) << i for i, biased in enumerate(request.biases)),
+        "activation": sum((None, *ACTIVATIONS).index(a) << 8 * i for i, a in enumerate(request.activations)),
         "scaled": int(request.scaled),
         "tile_m": plan.tile_m,
         "tile_n": plan.tile_n,
@@ -152,16 +154,19 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def _lower_for(target: str | None) -> Callable[..., Any]:
-    def lower(x: jax.Array, w: jax.Array, *more: jax.Array, request: Request, choice: Choice) -> Any:
+    def lower(*flat: jax.Array, request: Request, choice: Choice) -> Any:
         team, plan = request.team, choice.plan
         if plan is None or plan.target != target:
             raise NotImplementedError(
                 f"entwine_jax.{request.op}: strategy='fused' was traced for {team.platform} devices and can't be "
                 "lowered for another platform; trace it on that platform, or use strategy='xla'"
             )
-        results = _results(*map(jax.typeof, (x, w, *more)), request=request, choice=choice)
-        # The tensor cores take float8 operands that are contiguous in k alone.
-        operands = [x, w.T if request.scaled and not request.transpose_w else w]
+        results = _results(*map(jax.typeof, flat), request=request, choice=choice)
+        if request.scaled and not request.transpose_w:
+            # The tensor cores take float8 operands that are contiguous in k alone.
+            given = _operands.split(request, flat)
+            flat = (*given._replace(ws=tuple(w.T for w in given.ws)).flat(),)
+        operands, more = [*flat[:2]], flat[2:]
         if target == "host":
             # A GPU learns its place from the communicator; a virtual CPU device is told the index of its team and its
             # rank there.
@@ -177,48 +182,47 @@ mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("host"), m
 mlir.register_lowering(collective_matmul_p, mlir.lower_fun(_lower_for("sm90"), multiple_results=True), platform="cuda")
 
 
-_REFERENCE = {
-    "all_gather_matmul": _reference.all_gather_matmul,
-    "matmul_reduce_scatter": _reference.matmul_reduce_scatter,
-    "matmul_all_reduce": _reference.matmul_all_reduce,
-}
-
-
 def on_xla(
-    request: Request,
-    choice: Choice,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None = None,
-    scale: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """The product in lax, with JAX's own derivatives and batching; and all of all-gather's x if the request gathers."""
+    request: Request, choice: Choice, operands: _operands.Operands
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """The products in lax, with JAX's own derivatives and batching; and all of x if the request gathers."""
     team, dtype, whole = request.team, request.dtype, None
     if team.platform == "cpu" and team.loose_axes and dtype in (jnp.bfloat16, jnp.float16):
         # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
         dtype = np.dtype(np.float32)
     options: dict[str, Any] = {"transpose_w": request.transpose_w, "dtype": dtype, "precision": request.precision}
-    options["scale"] = scale
-    if request.gathers:
-        whole = _reference.named(x if team.size == 1 else _reference.gather(x, team.axis_name))
-        y = _reference.matmul(whole, w, **options)
-    elif (
-        team.size == 1 and request.op != "matmul_all_reduce"
-    ):  # whose psum also tells JAX that y is the same everywhere
-        y = _reference.matmul(x, w, **options)
+    options["scale"] = operands.scale
+    pairs = operands.pairs()
+    if request.op == "all_gather_matmul":
+        rows = operands.xs[0] if team.size == 1 else _reference.gather(operands.xs[0], team.axis_name)
+        rows = _reference.named(rows) if request.gathers or team.size > 1 else rows
+        whole = rows if request.gathers else None
+        ys = [_reference.matmul(rows, w, **options) for _, w in pairs]
     else:
-        y = _REFERENCE[request.op](x, w, team.axis_name, **options)
-    y = _reference.finish(y.astype(request.dtype), bias, request.activation)
-    return note(y, jax.typeof(x), jax.typeof(w), (request, choice)), whole
+        y = functools.reduce(jnp.add, (_reference.matmul(x, w, **options) for x, w in pairs))
+        if request.op == "matmul_all_reduce":  # also of one: the psum tells JAX that y is the same everywhere
+            y = lax.psum(y, team.axis_name)
+        elif team.size > 1:
+            y = _reference.scatter(y, team.axis_name)
+        ys = [y]
+    ys = [
+        _reference.finish(y.astype(request.dtype), bias, activation)
+        for y, bias, activation in zip(ys, operands.biases, request.activations, strict=True)
+    ]
+    types = tuple((jax.typeof(x), jax.typeof(w)) for x, w in pairs)
+    return (note(ys[0], *types[0], (request, choice), types[1:]), *ys[1:]), whole
 
 
 # Leaves a word to `explain` where a product is XLA's.
 note_p = Primitive("collective_matmul_note")
 
 
-def note(y: jax.Array, x: Any, w: Any, about: tuple[Request, Choice] | str) -> jax.Array:
-    """y as it is, a product of x and w (types): which collective matmul it is, or why it is none."""
-    noted: jax.Array = note_p.bind(y, x=x, w=w, about=about)
+def note(
+    y: jax.Array, x: Any, w: Any, about: tuple[Request, Choice] | str, more: tuple[tuple[Any, Any], ...] = ()
+) -> jax.Array:
+    """y as it is, a product of x and w (types): which collective matmul it is, or why it is none. `more` are x and w
+    of the other products of several."""
+    noted: jax.Array = note_p.bind(y, x=x, w=w, about=about, more=more)
     return noted
 
 

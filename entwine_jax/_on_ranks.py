@@ -1,6 +1,7 @@
 """The ops on one rank's shards, by their names: checks, and the way of operands to the product."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _of_rows, _reference, _scaled, _team
+from . import _checks, _config, _lowering, _reference, _scaled, _several, _team
 from ._checks import Scales
 from ._config import Config
 from ._differentiable import flat, run
@@ -75,6 +76,10 @@ def on_ranks(
     return y, gathered
 
 
+# How many products a kernel takes: kMaxProducts in cc/schedule/products.h.
+_MOST = 4
+
+
 def several(
     x: ArrayLike,
     ws: Sequence[ArrayLike],
@@ -83,11 +88,13 @@ def several(
     precision: Any,
     strategy: str | None,
     config: Config | None,
+    gathers: bool,
+    saves: bool,
     transpose_w: bool,
     bias: Any,
     activation: Any,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """all_gather_matmul of several weights: the first product gathers, the others use what it has gathered."""
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """all_gather_matmul of several weights, and the gathered x if it `gathers`."""
     op = "all_gather_matmul"
     _checks.several(op, ws)
     settings = _config.resolve(op, strategy, config)
@@ -107,16 +114,79 @@ def several(
         _checks.bias(op, b, w.shape[0 if transpose_w else 1], dtype, f"bias[{i}]")
         for i, (b, (_, w)) in enumerate(zip(given, pairs, strict=True))
     ]
-    request = Request(op, team, bool(transpose_w), dtype, precision, settings, gathers=True, saves=True)
+    request = Request(op, team, bool(transpose_w), dtype, precision, settings, saves=saves)
     arrays = [w.astype(operand) for _, w in pairs]
     for _ in range(2):  # the second time with all axes that any of them varies over
         for i, w in enumerate(arrays):
             x, arrays[i], biases[i] = _lowering.vary_bias(op, x, w, biases[i], team.axis_name)
     leading, x = x.shape[:-2], flat(x)
-    y, rows = run(dataclasses.replace(request, activation=activations[0]), x, arrays[0], bias=biases[0])
-    assert rows is not None
-    ys = [y]
-    for w, b, a in zip(arrays[1:], biases[1:], activations[1:], strict=True):
-        ys.append(_reference.finish(_of_rows.product(request, x, w, rows), b, a))
-    shaped = [v.reshape(*leading, *v.shape[1:]) for v in (*ys, rows)]
-    return tuple(shaped[:-1]), shaped[-1]
+    ys: list[jax.Array] = []
+    whole = None
+    for first in range(0, len(ws), _MOST):
+        some = slice(first, first + _MOST)
+        run = dataclasses.replace(request, gathers=gathers and first == 0)
+        made, rows = _several.multiply(run, x, arrays[some], biases[some], activations[some])
+        ys += made
+        whole = rows if first == 0 else whole
+    shaped = tuple(y.reshape(*leading, *y.shape[1:]) for y in ys)
+    return shaped, None if whole is None else whole.reshape(*leading, *whole.shape[1:])
+
+
+def sum_of(
+    op: str,
+    xs: Sequence[ArrayLike],
+    ws: Sequence[ArrayLike],
+    axis_name: AxisName,
+    preferred_element_type: DTypeLike | None,
+    precision: Any,
+    strategy: str | None,
+    config: Config | None,
+    *,
+    transpose_w: bool,
+    bias: ArrayLike | None,
+    activation: str | None,
+    scales: Scales | None,
+) -> jax.Array:
+    """matmul_reduce_scatter or matmul_all_reduce of the sum of the products of several pairs."""
+    _checks.pairs(op, xs, ws)
+    settings = _config.resolve(op, strategy, config)
+    team = _team.resolve(op, axis_name)
+    pairs = [_checks.arrays(op, x, w) for x, w in zip(xs, ws, strict=True)]
+    for x, w in pairs:
+        _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
+    columns = pairs[0][1].shape[0 if transpose_w else 1]
+    _checks.summands(op, [(x.shape, w.shape[0 if transpose_w else 1]) for x, w in pairs])
+    scale, found = None, [_checks.scales(op, x, w, scales) for x, w in pairs]
+    if found[0] is None:
+        operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for x, w in pairs))
+        pairs = [(x.astype(operand), w.astype(operand)) for x, w in pairs]
+        dtype = _checks.types(op, *pairs[0], preferred_element_type, precision)[1]
+    else:
+        _checks.one_dtype(op, [x.dtype for x, _ in pairs])
+        scale = found[0][0] * found[0][1]
+        dtype = _checks.float8_types(op, preferred_element_type, precision, "float8 operands")
+    b = _checks.bias(op, bias, columns, dtype)
+    _checks.activated(op, activation, dtype)
+    made = _config.activation(op, activation)
+    request = Request(op, team, bool(transpose_w), dtype, precision, settings, scaled=scale is not None)
+    operands = [*(x for x, _ in pairs), *(w for _, w in pairs), *([] if scale is None else [scale])]
+    operands = _scaled.varied(team.axis_name, *operands)
+    if b is not None:
+        operands[0], operands[1], b = _lowering.vary_bias(op, operands[0], operands[1], b, team.axis_name)
+        operands = _scaled.varied(team.axis_name, *operands)
+    count, leading = len(pairs), operands[0].shape[:-2]
+    pairs, scale = [*zip(operands[:count], operands[count : 2 * count], strict=True)], [*operands[2 * count :], None][0]
+    groups = [pairs[i : i + _MOST] for i in range(0, len(pairs), _MOST)]
+    whole = len(groups) == 1  # else the epilogue is of the sum of several calls
+    given = b if whole else None
+    request = dataclasses.replace(request, activation=made if whole else None)
+    ys = []
+    for group in groups:
+        some = [flat(x) for x, _ in group], [w for _, w in group]
+        if scale is None:
+            ys.append(_several.add(request, *some, bias=given)[0])
+        else:
+            ys.append(_scaled.add(request, *some, scale, bias=given)[0])
+    y = functools.reduce(jnp.add, ys)
+    y = y if whole else _reference.finish(y, b, made)
+    return y.reshape(*leading, *y.shape[1:])

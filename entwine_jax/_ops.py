@@ -180,10 +180,9 @@ def all_gather_matmul(
     saves = _config.saves(op, residuals)
     if isinstance(w, tuple | list):
         _checks.several_scales(op, x, scales)
-        ys, rows = _on_ranks.several(
-            x, w, axis_name, preferred_element_type, precision, strategy, config, transpose_w, bias, activation
-        )
-        return (ys, rows) if return_gathered else ys
+        options = preferred_element_type, precision, strategy, config, bool(return_gathered), saves
+        ys, rows = _on_ranks.several(x, w, axis_name, *options, transpose_w, bias, activation)
+        return ys if rows is None else (ys, rows)
     y, gathered = _on_ranks.on_ranks(
         op,
         x,
@@ -204,8 +203,8 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: ArrayLike,
-    w: ArrayLike,
+    x: ArrayLike | Sequence[ArrayLike],
+    w: ArrayLike | Sequence[ArrayLike],
     axis_name: AxisName,
     *,
     transpose_w: bool = False,
@@ -261,25 +260,16 @@ def matmul_reduce_scatter(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_reduce_scatter"
-    return _on_ranks.on_ranks(
-        op,
-        x,
-        w,
-        axis_name,
-        preferred_element_type,
-        precision,
-        strategy,
-        config,
-        transpose_w=transpose_w,
-        bias=bias,
-        activation=activation,
-        scales=scales,
-    )[0]
+    epilogue: Any = {"transpose_w": transpose_w, "bias": bias, "activation": activation, "scales": scales}
+    options = axis_name, preferred_element_type, precision, strategy, config
+    if isinstance(x, tuple | list) or isinstance(w, tuple | list):
+        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **epilogue)
+    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **epilogue)[0]
 
 
 def matmul_all_reduce(
-    x: ArrayLike,
-    w: ArrayLike,
+    x: ArrayLike | Sequence[ArrayLike],
+    w: ArrayLike | Sequence[ArrayLike],
     axis_name: AxisName,
     *,
     transpose_w: bool = False,
@@ -339,17 +329,8 @@ def matmul_all_reduce(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_all_reduce"
-    return _on_ranks.on_ranks(
-        op,
-        x,
-        w,
-        axis_name,
-        preferred_element_type,
-        precision,
-        strategy,
-        config,
-        transpose_w=transpose_w,
-        bias=bias,
-        activation=activation,
-        scales=scales,
-    )[0]
+    epilogue: Any = {"transpose_w": transpose_w, "bias": bias, "activation": activation, "scales": scales}
+    options = axis_name, preferred_element_type, precision, strategy, config
+    if isinstance(x, tuple | list) or isinstance(w, tuple | list):
+        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **epilogue)
+    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **epilogue)[0]

@@ -31,7 +31,11 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: AxisNames, **option
 
 
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
-    partial = matmul(x, w, **options)
+    return scatter(matmul(x, w, **options), axis_name)
+
+
+def scatter(partial: jax.Array, axis_name: AxisNames) -> jax.Array:
+    """The rank's rows of the sum over ranks."""
     if partial.size == 0:
         return partial.reshape(partial.shape[0], partial.shape[1] // lax.axis_size(axis_name), partial.shape[2])
     scattered: jax.Array = lax.psum_scatter(partial, axis_name, scatter_dimension=1, tiled=True)

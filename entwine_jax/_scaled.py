@@ -3,14 +3,16 @@ way, which have gradients."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _lowering, _reference, _strategy
+from . import _lowering, _operands, _reference, _strategy
 from ._differentiable import OTHER, of_every_rank
+from ._operands import Operands
 from ._strategy import Choice, Request
 
 Scales = tuple[jax.Array, jax.Array]
@@ -27,12 +29,25 @@ def run(
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `_differentiable.run`, times `scale`, of float8 x and w: y has no gradient. All vary over the same axes, but a
     bias as y does."""
-    request = dataclasses.replace(request, biased=bias is not None)
-    choice = _strategy.choose(request, x, w)
+    return add(request, (x,), (w,), scale, z, bias)
+
+
+def add(
+    request: Request,
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    scale: jax.Array,
+    z: jax.Array | None = None,
+    bias: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The same of the sum of the products of several pairs."""
+    request = dataclasses.replace(request, products=len(xs), biased=bias is not None)
+    choice = _strategy.choose_of(request, _operands.pairs(xs, ws))
     if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
-        y = run(dataclasses.replace(request, gathers=False), x, w, scale, bias=bias)[0]
+        y = add(dataclasses.replace(request, gathers=False), xs, ws, scale, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
-    results: tuple[jax.Array, jax.Array | None] = _bound_inline(request, choice, x, w, scale, z, bias)
+    operands = Operands((*xs,), (*ws,), (bias,), scale, z)
+    results: tuple[jax.Array, jax.Array | None] = _bound_inline(request, choice, operands)
     return results
 
 
@@ -46,20 +61,13 @@ def varied(axis_name: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _bound(
-    request: Request,
-    choice: Choice,
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    z: jax.Array | None,
-    bias: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
+def _bound(request: Request, choice: Choice, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     if choice.strategy != "fused":
-        return _lowering.on_xla(request, choice, x, w, bias, scale)
-    bias = None if bias is None else bias.astype(jnp.float32)
-    operands = [v for v in (x, w, bias, scale, z) if v is not None]
-    results = _lowering.collective_matmul_p.bind(*operands, request=request, choice=choice)
+        (y,), gathered = _lowering.on_xla(request, choice, operands)
+        return y, gathered
+    bias = operands.biases[0]
+    flat = operands._replace(biases=(None if bias is None else bias.astype(jnp.float32),)).flat()
+    results = _lowering.collective_matmul_p.bind(*flat, request=request, choice=choice)
     return results[0], results[1] if request.gathers else None
 
 
@@ -80,8 +88,8 @@ _bound.defvjp(_refuse, _refuse)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _bound_inline(request: Request, choice: Choice, *operands: Any) -> Any:
-    return _bound(request, choice, *operands)
+def _bound_inline(request: Request, choice: Choice, operands: Operands) -> Any:
+    return _bound(request, choice, operands)
 
 
 def amax_scale(x: jax.Array, dtype: Any, axis_name: tuple[str, ...] = ()) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,10 +38,34 @@ class Request:
     scaled: bool = False  # float8 operands, and the scale of their product for another one
     biased: bool = False  # has a bias for an operand: float32, one number for each column of the result
     activation: str | None = None  # of _config.ACTIVATIONS
+    products: int = 1  # in one call: of one x and several w (all-gather), or of pairs whose products are added
+    # All-gather: `biased` and `activation` of the products after the first.
+    others: tuple[tuple[bool, str | None], ...] = ()
 
     def bare(self) -> "Request":
         """Without the epilogue."""
-        return dataclasses.replace(self, biased=False, activation=None)
+        return self.finished([False] * len(self.biases), [None] * len(self.biases))
+
+    @property
+    def biases(self) -> tuple[bool, ...]:
+        """Whether each result has a bias."""
+        return self.biased, *(biased for biased, _ in self.others)
+
+    @property
+    def activations(self) -> tuple[str | None, ...]:
+        """Of each result."""
+        return self.activation, *(activation for _, activation in self.others)
+
+    def finished(self, biases: Sequence[bool], activations: Sequence[str | None]) -> "Request":
+        """With these in place of its own."""
+        (biased, activation), *others = zip(biases, activations, strict=True)
+        return dataclasses.replace(self, biased=biased, activation=activation, others=(*others,))
+
+    def alone(self, i: int) -> "Request":
+        """For one of its products in a call of its own. If their sum has an epilogue, that is left to do."""
+        gather = self.op == "all_gather_matmul"
+        biased, activation = (self.biases[i], self.activations[i]) if gather else (False, None)
+        return dataclasses.replace(self, products=1, others=(), biased=biased, activation=activation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +110,33 @@ def sizes(request: Request, x: tuple[int, ...], w: tuple[int, ...]) -> Sizes:
     return Sizes(x[0], x[1] // request.team.size if scatter else x[1], n, x[2])
 
 
+def joined(request: Request, pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """x and w, as types, of one product with all columns of all-gather's w, or all of the others' contraction."""
+    if len(pairs) == 1:
+        return pairs[0]
+    (x, w), gather = pairs[0], request.op == "all_gather_matmul"
+    dim = 0 if gather == request.transpose_w else 1  # of w
+    shape = list(w.shape)
+    shape[dim] = sum(each.shape[dim] for _, each in pairs)
+    k = x.shape[2] if gather else shape[dim]
+    return jax.ShapeDtypeStruct((*x.shape[:2], k), x.dtype), jax.ShapeDtypeStruct((*shape,), w.dtype)
+
+
+def apart(request: Request, pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether each of several products is to have a call of its own: the kernels for few rows take one."""
+    if request.team.platform != "cuda" or request.settings.strategy == "xla" or request.team.size == 1:
+        return False
+    plans = [choose(request.alone(i), *pair).plan for i, pair in enumerate(pairs)]
+    return all(plan is not None and plan.few_rows for plan in plans)
+
+
 def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
     """NotImplementedError if the strategy was named and can't run."""
+    return choose_of(request, [(x, w)])
+
+
+def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
+    """The same of several products, x and w each."""
     wanted, team = request.settings.strategy, request.team
     if team.size == 1:
         return Choice("xla", "a team of one has nothing to move: a plain dot")
@@ -94,7 +144,8 @@ def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
         return Choice("xla", "asked for")
     if wanted == "auto" and team.platform == "cpu":
         return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor")
-    problem = obstacle(request, x, w)
+    found = [(obstacle(request, x, w), x, w) for x, w in pairs]
+    problem, x, w = next((each for each in found if each[0] is not None), (None, *joined(request, pairs)))
     if problem is not None and wanted == "fused":
         raise NotImplementedError(
             f"entwine_jax.{request.op}: strategy='fused' can't run x {x.dtype}{list(x.shape)}, "
@@ -254,7 +305,7 @@ def _wants_tiles(request: Request) -> bool:
     config = request.settings.config
     numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
     meant = config.few_rows is None and any(value is not None for value in numbers)
-    return request.gathers or request.scaled or config.few_rows is False or meant
+    return request.gathers or request.scaled or request.products > 1 or config.few_rows is False or meant
 
 
 def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]:
