@@ -115,8 +115,9 @@ def all_gather_matmul(
     gathers x again beside it, so that ``dw = all_gather(x).T @ dy`` is a plain dot without a collective of its own.
     Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
 
-    Several products of the same rows need one gather: with a tuple or list of weights, x is gathered beside the first
-    product, the others are plain dots of what has come, and each dx is a ``matmul_reduce_scatter``::
+    Several products of the same rows are one kernel: with a tuple or list of weights x is gathered once, and ``dx``,
+    the sum of all ``dy_i @ w_i.T``, is one ``matmul_reduce_scatter`` of pairs. (Up to four; more are several calls, and
+    few rows a call each.)::
 
         gate, up = all_gather_matmul(x, (w_gate, w_up), axis_name)
 
@@ -138,8 +139,7 @@ def all_gather_matmul(
       residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
         the gathered x, t times as large, which spares the backward pass the link (and is done anyway where x has no
         gradient, as in a first layer). It is named ``"entwine_gathered"`` for policies of ``jax.checkpoint``, as what
-        is gathered on XLA always is. With ``return_gathered=True`` or several weights the gathered x is there anyway,
-        and kept.
+        is gathered on XLA always is. With ``return_gathered=True`` the gathered x is there anyway, and kept.
       scales: of float8 operands, which must have them: (x_scale, w_scale), float32 scalars that x and w are multiplied
         by, so that ``y = (all_gather(x) @ w) * (x_scale * w_scale)``. x_scale must be the same on all ranks of the
         axis. See *float8* below.
@@ -235,9 +235,16 @@ def matmul_reduce_scatter(
     ``all_gather_matmul(dy, w.T)`` without a copy of ``w``, and ``dw = x.T @ all_gather(dy)`` a plain dot with what that
     has gathered. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
 
+    The sum of several products, ``reduce_scatter(x1 @ w1 + x2 @ w2)``, is one kernel; x and w are sequences then::
+
+        y = matmul_reduce_scatter((x1, x2), (w1, w2), axis_name)
+
+    Contractions may be of different lengths; sums are taken in float32 throughout. There is one bias, one activation
+    and, of float8 operands, one pair of scales for all. (Up to four; more are several calls, and few rows a call each.)
+
     Args:
-      x: the rank's part of the contraction; leading dimensions are a batch.
-      w: the rank's part of the contraction, a matrix.
+      x: the rank's part of the contraction; leading dimensions are a batch. Or several.
+      w: the rank's part of the contraction, a matrix. Or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
       bias, activation: as in `all_gather_matmul`, ``y = activation(reduce_scatter(x @ w) + bias)``; the bias is
@@ -301,11 +308,12 @@ def matmul_all_reduce(
     Differentiable any number of times in reverse, as psum is. With ``check_vma=True``, y is typed as the same on every
     rank of the axis, and so is ``dy``: ``dx = dy @ w.T`` and ``dw = x.T @ dy`` are products of shards, without any
     collective. With ``check_vma=False`` JAX can't know that and hands each rank a share of ``dy``, which a psum adds
-    first. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
+    first. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns. The sum of
+    several products is one kernel, as in `matmul_reduce_scatter`.
 
     Args:
-      x: the rank's part of the contraction; leading dimensions are a batch.
-      w: the rank's part of the contraction, a matrix.
+      x: the rank's part of the contraction; leading dimensions are a batch. Or several.
+      w: the rank's part of the contraction, a matrix. Or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
       bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole

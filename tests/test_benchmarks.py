@@ -408,7 +408,7 @@ def test_documents_are_current():
 
 
 def test_mlp_fwd_bwd(tmp_path, capsys):
-    """Ours, twice, is XLA's result, and what is written is what is printed."""
+    """Each of ours is XLA's result, and what is written is what is printed."""
     out = tmp_path / "mlp.json"
     mlp_fwd_bwd.main(["--out", str(out), "--tiny", "--platform", "cpu"])
     rows = json.loads(out.read_text())["rows"]
