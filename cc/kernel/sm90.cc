@@ -167,12 +167,9 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   bool gather = call.op == Op::kAllGatherMatmul;
   Params p{};
   uint32_t block_k = kBlockBytes / operand_bytes(call.operands);
-  uint32_t begin = 0;
-  for (uint32_t i = 0; i <= schedule::kMaxProducts; ++i) {
-    p.begin.at[i] = i < call.products.count ? begin : ~0u;
-    if (i >= call.products.count) continue;
+  p.begin = gather ? schedule::beginnings(call.products, g.n, g.tile_n) : schedule::beginnings(call.products, g.k, block_k);
+  for (uint32_t i = 0; i < call.products.count; ++i) {
     if (!encode_maps(call, i, p)) return cudaErrorInvalidValue;
-    begin += gather ? schedule::ceil_div(columns(call, i), g.tile_n) : schedule::ceil_div(contraction(call, i), block_k);
     p.n[i] = columns(call, i);
     p.epilogue[i] = epilogue_of(call.bias[i], call.activation[i]);
   }
@@ -180,7 +177,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.raster = {g.chunk_rows(), g.cols(), call.plan.raster};
   p.ranks = g.ranks;
   p.row_blocks = g.row_blocks();
-  p.k_blocks = gather ? schedule::ceil_div(g.k, block_k) : begin;
+  p.k_blocks = gather ? schedule::ceil_div(g.k, block_k) : p.begin.at[call.products.count];
   p.clusters = clusters_of(call);
   p.last = p.ranks * p.raster.size() + p.clusters - 1;
   p.lead = call.plan.lead;

@@ -37,4 +37,23 @@ struct Products {
   }
 };
 
+// Where products begin, in blocks, and after the last one where all end; one that isn't there begins nowhere.
+struct Beginnings {
+  uint32_t at[kMaxProducts + 1];
+
+  // The product that a block belongs to.
+  ENTWINE_HOST_DEVICE constexpr uint32_t of(uint32_t block) const {
+    uint32_t product = 0;
+    for (uint32_t i = 1; i < kMaxProducts; ++i) product += block >= at[i];
+    return product;
+  }
+};
+// Of products that take whole blocks of so many columns or elements; `whole` is the geometry's number of these.
+constexpr Beginnings beginnings(Products const& products, uint32_t whole, uint32_t block) {
+  Beginnings begin{};
+  for (uint32_t i = 0; i <= kMaxProducts; ++i) begin.at[i] = i == 0 ? 0 : ~0u;
+  for (uint32_t i = 1; i <= products.count; ++i) begin.at[i] = begin.at[i - 1] + ceil_div(products.size(i - 1, whole), block);
+  return begin;
+}
+
 }  // namespace entwine::schedule

@@ -8,6 +8,7 @@
 #include "schedule/few_rows.h"
 #include "schedule/gathering.h"
 #include "schedule/make_plan.h"
+#include "schedule/products.h"
 #include "schedule/signals.h"
 #include "schedule/tile_order.h"
 #include "schedule/tile_parts.h"
@@ -439,6 +440,30 @@ void plans_are_sound() {
               }
 }
 
+// Each block of each product once, in order, and the two ways to find it agree.
+void products_lie_one_after_another() {
+  Shapes shapes;
+  for (int i = 0; i < 2000; ++i) {
+    uint32_t block = shapes.upto(8), at = 0;
+    Products products{shapes.upto(kMaxProducts), {}};
+    for (uint32_t p = 0; p < products.count; ++p) products.sizes[p] = shapes.upto(40);
+    uint32_t whole = static_cast<uint32_t>(products.joined(block));
+    Beginnings begin = beginnings(products, products.count == 1 ? products.sizes[0] : whole, block);
+    for (uint32_t p = 0; p < products.count; ++p) {
+      CHECK_EQ(begin.at[p], at);
+      for (uint32_t b = 0; b < ceil_div(products.sizes[p], block); ++b, ++at) {
+        CHECK_EQ(begin.of(at), p);
+        Products::Place place = products.find(at, block);
+        CHECK(place.product == p && place.block == b);
+      }
+    }
+    CHECK_EQ(begin.at[products.count], at);
+    CHECK_EQ(whole, at * block);
+    CHECK(products.count == 1 || products.size(1, whole) == products.sizes[1]);
+    CHECK_EQ(Products{}.size(0, whole), whole);
+  }
+}
+
 }  // namespace
 }  // namespace entwine::schedule
 
@@ -459,6 +484,7 @@ int main() {
        {"copies are complete and in the order of pushes", copies_are_complete_and_in_the_order_of_pushes},
        {"signal words have one writer and all are awaited", signal_words_have_one_writer_and_all_are_awaited},
        {"epochs wrap around", epochs_wrap_around},
+       {"products lie one after another", products_lie_one_after_another},
        {"few rows are cut completely", few_rows_are_cut_completely},
        {"plans are sound", plans_are_sound}});
 }

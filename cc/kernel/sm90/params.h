@@ -39,24 +39,11 @@ struct Gather {
   uint64_t staging_offset;   // of the peers' chunks in a half of the staging
 };
 
-// Where the products of a launch begin, in column tiles (all-gather) or k blocks; one that isn't there never does. Its first
-// one begins at 0, and there is a limit after the last.
-struct Beginnings {
-  uint32_t at[schedule::kMaxProducts + 1];
-
-  // The product that a block belongs to.
-  ENTWINE_HOST_DEVICE uint32_t of(uint32_t block) const {
-    uint32_t product = 0;
-    for (uint32_t i = 1; i < schedule::kMaxProducts; ++i) product += block >= at[i];
-    return product;
-  }
-};
-
 struct Params {
   // By product: x, of which all-gather has one; w; y, of which the others have one. And all-gather's peers' chunks of x by
   // epoch parity. Coordinates: see loader.cuh and storer.cuh.
   CUtensorMap x[schedule::kMaxProducts], gathered[2], w[schedule::kMaxProducts], y[schedule::kMaxProducts];
-  Beginnings begin;
+  schedule::Beginnings begin;  // in column tiles (all-gather) or k blocks
 
   schedule::Raster raster;  // of one chunk, in cluster tiles
   uint32_t ranks, rank;
