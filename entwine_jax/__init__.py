@@ -1,6 +1,7 @@
 """Tensor-parallel matrix products that overlap with their collective, for JAX on NVIDIA GPUs."""
 
 from ._config import Config
+from ._cost_model import Cost, cost_model
 from ._explain import CollectiveMatmul, Explanation, explain
 from ._float8 import float8_all_gather_matmul, float8_matmul_all_reduce, float8_matmul_reduce_scatter
 from ._matmul import collective_matmul
@@ -10,11 +11,13 @@ from ._trace import Trace, TracedCall, trace_tiles
 __all__ = [
     "CollectiveMatmul",
     "Config",
+    "Cost",
     "Explanation",
     "Trace",
     "TracedCall",
     "all_gather_matmul",
     "collective_matmul",
+    "cost_model",
     "explain",
     "float8_all_gather_matmul",
     "float8_matmul_all_reduce",

@@ -17,7 +17,7 @@ PYTHON = [
     {"flax._dot_general"},
     {"flax._parameters"},
     {"__init__"},
-    {"_explain", "_trace", "_doctor", "_float8"},
+    {"_cost_model", "_explain", "_trace", "_doctor", "_float8"},
     {"_matmul"},
     {"_products"},
     {"_partitioned_pairs", "_partitioned_scaled"},
@@ -38,6 +38,7 @@ PYTHON = [
 # Each folder of cc/ and what it may include, itself aside.
 CPP = {
     "schedule": set(),
+    "simulate": {"schedule"},
     "kernel": {"schedule"},
     "team": {"schedule"},
     "host": {"schedule"},
