@@ -1,7 +1,7 @@
 """How far the cost model is from a benchmark's measurements, and what it predicts for teams that nobody has measured.
 
 python -m benchmarks.model FILE.json                               prints every measured row beside the model's
-python -m benchmarks.model FILE.json --predict                     writes predicted.json beside it: all suites, all teams
+python -m benchmarks.model FILE.json --predict                     writes predicted.json beside it: all suites, teams
 python -m benchmarks.model FILE.json --update docs/performance.md  rewrites the blocks `model` and `predicted` there
 python -m benchmarks.model FILE.json --check docs/performance.md   fails if these aren't what it would write
 
@@ -35,7 +35,7 @@ OLD_PUSHERS = {24: {"pusher_bytes_per_us": 8.8e3, "unit_bytes": 65536.0}}
 WHOLE_LINK = {"nccl_bytes_per_us": 361e3, "nccl_all_reduce_bytes_per_us": 361e3}
 
 ASSUMPTIONS = (
-    "every GPU sends 361 GB/s and receives as much, whatever the number of peers (NVSwitch): measured between two H200s",
+    "every GPU sends 361 GB/s and receives as much whatever the number of peers (NVSwitch); measured between two H200s",
     "latencies are those of two GPUs",
     "all ranks start together and no other kernel runs",
     "XLA's NCCL moves 205 GB/s (all-reduce: 240), as between two GPUs; with more it comes closer to the link, hence the"

@@ -12,12 +12,17 @@ PACKAGE = ROOT / "entwine_jax"
 
 # Each knows only what stands below it.
 PYTHON = [
+    {"__main__"},
+    {"_command"},
+    {"_command._bench", "_command._doctor", "_command._explain", "_command._predict", "_command._trace"},
+    {"_command._function"},
+    {"_command._usage"},
     {"flax"},
     {"flax._nnx", "flax._linen"},
     {"flax._dot_general"},
     {"flax._parameters"},
     {"__init__"},
-    {"_cost_model", "_explain", "_trace", "_doctor", "_float8"},
+    {"_cost_model", "_explain", "_trace", "_float8"},
     {"_matmul"},
     {"_products"},
     {"_partitioned_pairs", "_partitioned_scaled"},
