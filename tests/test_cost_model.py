@@ -62,9 +62,10 @@ def test_types():
         return cost_model("matmul_reduce_scatter", 8192, 8192, 8192, 4, **types)["fused"]
 
     assert fused() == fused(dtype=jnp.float16) == fused(dtype="bfloat16", out_dtype=jnp.bfloat16)
-    assert fused(out_dtype=jnp.float32).link_us == 2 * fused().link_us
+    # Twice the bytes; pushed they are a bit faster than pulled.
+    assert fused(out_dtype=jnp.float32).link_us == pytest.approx(2 * fused().link_us, rel=0.08)
     assert fused(dtype="float8_e4m3fn").us < 0.7 * fused().us
-    assert fused(dtype="float8_e5m2", out_dtype="float16").link_us == fused().link_us
+    assert fused(dtype="float8_e5m2", out_dtype="float16").link_us == pytest.approx(fused().link_us, rel=0.08)
 
 
 def test_rows_that_tma_cannot_take():

@@ -36,9 +36,8 @@ class Tiles {
         machine_(machine),
         gather_(op == schedule::Op::kAllGatherMatmul),
         raster_{g.chunk_rows(), g.cols(), plan.raster},
-        out_link_(machine.link_bytes_per_us),
-        in_link_(machine.fetch_bytes_per_us),
-        pushes_(g, gather_ ? std::min(plan.pushers, schedule::kSm90Clusters) : 0, in_bytes, machine, out_link_),
+        link_(machine.link_bytes_per_us),
+        pushes_(g, gather_ ? std::min(plan.pushers, schedule::kSm90Clusters) : 0, in_bytes, machine, link_),
         tile_bytes_(out_bytes * g.tile_m * g.tile_n) {
     schedule::cost::TileCost cost = schedule::cost::tile_cost(g.tile_m, g.tile_n);
     double slower = schedule::kSm90FlopsPerSecond * 1e-6 / machine.flops_per_us;
@@ -63,7 +62,7 @@ class Tiles {
       claims_.push({work(position, cluster, claimed), cluster});
     }
     if (op_ == schedule::Op::kMatmulAllReduce) collect();
-    double link_us = std::max(out_link_.busy_us(), in_link_.busy_us()), all = schedule::kSm90Clusters;
+    double link_us = link_.busy_us(), all = schedule::kSm90Clusters;
     double us = machine_.launch_us + std::max(end_, least_us_);
     return {us, link_us, multiplied_ / all, wait_rows_ / all, wait_sums_ / all, wait_buffers_ / all};
   }
@@ -118,7 +117,7 @@ class Tiles {
     } else {
       // It waits for its turn: all but `pushers` - 1 of the tiles before it have landed.
       double turn = std::max({ready + rest_us_ / 2, storers, on_link_.size() < plan_.pushers ? 0 : on_link_.top()});
-      left = out_link_.move(turn, tile_bytes_, machine_.cluster_bytes_per_us);
+      left = link_.move(turn, tile_bytes_, machine_.cluster_bytes_per_us);
       landed = std::max(left, rounded) + machine_.land_us;
       on_link_.push(landed);
       if (on_link_.size() > plan_.pushers) on_link_.pop();
@@ -144,14 +143,16 @@ class Tiles {
     wait_sums_ += std::max(0.0, fetched - ready);
     double rounded = std::max(std::max(ready, fetched) + rest_us_ + machine_.add_us * peers, later + rest_us_ / 2);
     if (op_ == schedule::Op::kMatmulReduceScatter) return finish(cluster, rounded, rounded, rounded);
-    double left = out_link_.move(rounded - rest_us_ / 2, tile_bytes_ * peers, machine_.cluster_bytes_per_us);
+    double left = link_.move(rounded - rest_us_ / 2, tile_bytes_ * peers, machine_.cluster_bytes_per_us);
     finished_[index] = std::max(left, rounded) + machine_.land_us;
     finish(cluster, rounded, finished_[index], left);
   }
-  // When so many partial tiles are in the buffers.
+  // When so many partial tiles are in the buffers. What a peer fetches goes over its producer's link, more slowly than stores;
+  // and a peer fetches from this rank what this one fetches from the other side.
   double fetch(double us, double tiles, bool pull) {
-    return pull ? in_link_.move(us, tile_bytes_ * tiles, machine_.cluster_bytes_per_us) + machine_.fetch_us
-                : us + machine_.store_us;
+    if (!pull) return us + machine_.store_us;
+    double as_stores = tile_bytes_ * tiles * machine_.link_bytes_per_us / machine_.fetch_bytes_per_us;
+    return link_.move(us, as_stores, machine_.cluster_bytes_per_us) + machine_.fetch_us;
   }
 
   // All-reduce: the collectors copy finished tiles to y.
@@ -181,7 +182,7 @@ class Tiles {
   Machine machine_;
   bool gather_;
   schedule::Raster raster_;
-  Link out_link_, in_link_;
+  Link link_;
   Pushes pushes_;
   double tile_bytes_;
   double k_block_us_, k_blocks_, rest_us_, buffers_, images_, least_us_;

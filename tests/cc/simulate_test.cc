@@ -110,6 +110,11 @@ void no_call_beats_its_bounds() {
     if (op == Op::kAllGatherMatmul) {
       double sent = double(ranks - 1) * g.m_shard * g.k * in_bytes;
       CHECK_THAT(std::abs(times.link_us * machine.link_bytes_per_us - sent) < 1e-3 * sent + 1, sent);
+    } else {
+      double sent = double(ranks - 1) * g.chunk_tiles() * tile.m * tile.n * out_bytes;
+      double finished = op == Op::kMatmulAllReduce ? sent : 0;
+      double slower = plan.transport == Transport::kPull ? machine.link_bytes_per_us / machine.fetch_bytes_per_us : 1;
+      CHECK_THAT(std::abs(times.link_us * machine.link_bytes_per_us - slower * sent - finished) < 1e-3 * sent + 1, sent);
     }
   }
 }
