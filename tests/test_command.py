@@ -338,6 +338,11 @@ def test_processes(tmp_path):
         "explain", "layers_of_mine:manual", "--args", "layers_of_mine:example_args", "--cpu-devices", "2", cwd=tmp_path
     )
     assert done.returncode == 0 and "matmul_all_reduce" in done.stdout
+    (tmp_path / "with_its_mesh.py").write_text(
+        "import jax\njax.set_mesh(jax.make_mesh((4,), ('tp',)))\nfrom layers_of_mine import mlp\n"
+    )
+    done = run("explain", "with_its_mesh:mlp", "--cpu-devices", "4", *ARGS, "--require", "fused", cwd=tmp_path)
+    assert done.returncode == 0 and "tp:4" in done.stdout, done.stderr
     done = run("trace", "layers_of_mine:mlp", "--out", "t.json", cwd=tmp_path)
     assert done.returncode == 1 and "only the GPU kernels take notes" in done.stderr and done.stdout == ""
     done = run("predict", "ag", "64", "8", "8", "--ranks", "2,4", "--json", cwd=tmp_path)
