@@ -120,6 +120,13 @@ def test_it_is_near_what_was_measured():
         assert all(0.8 < ratio < 1.25 for ratio, row in zip(ratios, rows, strict=True) if row["m"] >= 1024), name
 
 
+def test_a_call_that_it_was_not_fitted_to():
+    """Two H200s took 297 us, when the formula said 202: rows come late, and the tiles of the last ones after that."""
+    config = Config(tile_m=256, tile_n=256)
+    fused = cost_model("all_gather_matmul", 8192, 1024, 8192, 2, config=config)["fused"]
+    assert fused.us == pytest.approx(297, rel=0.1) and fused.wait_rows_us > 20
+
+
 def test_documents_are_current():
     """docs/performance.md has what the script makes of the results, and these what the model predicts."""
     document = str(RESULTS.parents[1] / "docs" / "performance.md")
