@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from . import _core, _strategy
+from . import _core, _strategy, _tune_command
 
 _PACKAGES = ("entwine_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13")
 
@@ -90,7 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what this machine has for the fused kernels, and what is missing")
     doctor.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args(arguments)
+    commands.add_parser("tune", add_help=False, help="measures collective matmuls, and keeps what is fastest")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["tune"]:
+        return _tune_command.main(given[1:])
+    options = parser.parse_args(given)
     found = examine()
     print(json.dumps(found, indent=1) if options.json else _told(found))
     return 1 if found["obstacles"] else 0

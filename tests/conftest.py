@@ -10,6 +10,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # What a developer's shell may hold must not change what is tested.
 for _variable in ("STRATEGY", "TIMEOUT_S", "WORKERS", "STALL_US", "STALL_SEED"):
     os.environ.pop(f"ENTWINE_{_variable}", None)
+os.environ["ENTWINE_TUNED"] = "0"
 
 
 @functools.cache
