@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,6 +87,8 @@ def _tune(
     progress: bool | None,
 ) -> Tuning:
     rows: list[Tuned] = []
+    path: Path | None = None
+    keys = {each.key for each in found}
     with Progress(0 if progress is False else len(found), lines=progress is True) as bar:
         for i, each in enumerate(found):
             row = _known(each, again) or (_planned(each) if dry_run else None)
@@ -101,26 +103,20 @@ def _tune(
                         bar.show(i + done, f"{each.key}: {text}")
 
                 row = _measured(each, clock, share, tell)
+                path = _keep(row, keys) or path
             rows.append(row)
             if progress is not False:
                 bar.finish(i + 1, f"{each.key}: {row.status}")
-    return Tuning(rows, _keep(rows))
+    return Tuning(rows, path)
 
 
-def _keep(rows: Sequence[Tuned]) -> Path | None:
-    """Stores what was measured: also by the key that tracing asked for, unless that is another row's."""
-    keys, path = {row.key for row in rows}, None
-    measured = [row for row in rows if row.status == "measured"]
-    for platform in dict.fromkeys(row.platform for row in measured):
-        kind = _tuned.device_kind(platform)
-        assert kind is not None
-        entries: dict[str, Any] = {}
-        for row in measured:
-            if row.platform == platform:
-                asked = {row.asked} - keys - {""}
-                entries |= dict.fromkeys((row.key, *asked), _entry(row))
-        path = _tuned.store(kind, agreed(entries))
-    return path
+def _keep(row: Tuned, keys: Collection[str]) -> Path | None:
+    """Stores what was measured: also by the key that tracing asked for, unless that is another product's."""
+    kind = _tuned.device_kind(row.platform)
+    if kind is None or row.status != "measured":
+        return None
+    entry = agreed(_entry(row))
+    return _tuned.store(kind, dict.fromkeys((row.key, *({row.asked} - {*keys, ""})), entry))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +199,8 @@ def _measured(found: _Found, clock: Callable[[], float], until: float, tell: Cal
     assert base is not None
     try:
         bench = Bench(product)
-    except ValueError as error:
-        return found.row(str(error))
+    except (ValueError, jax.errors.JaxRuntimeError) as error:  # too few devices, no memory
+        return found.row(str(error).partition("\n")[0])
     model = _strategy.choose(_by_model(found), product.x, product.w)
     shape = _strategy.sizes(request, product.x.shape, product.w.shape)
     entrants: dict[str, tuple[Plan | None, Sampler]] = {}
@@ -222,9 +218,12 @@ def _measured(found: _Found, clock: Callable[[], float], until: float, tell: Cal
             entrants[name] = plan, bench.sampler(plan)
         except jax.errors.JaxRuntimeError as raised:  # no memory, say
             error = str(raised).partition("\n")[0]
-        if (error := agreed(error)) is not None:
-            failed[name] = error
+        everywhere = agreed(error)
+        if everywhere is not None:
+            failed[name] = everywhere
             entrants.pop(name, None)
+        elif error is not None:
+            raise RuntimeError(f"entwine_jax.autotune: {name} failed in process {jax.process_index()} alone: {error}")
 
     enter(None, True, 0)
     enter(base, True, 0)

@@ -45,16 +45,21 @@ class Bench:
         size = sum(v.size * v.dtype.itemsize for v in each)
         rows = product.x.shape[0] * product.x.shape[1]
         calls = _CALLS_OF_FEW_ROWS if rows <= _FEW_ROWS else _CALLS
-        self._calls = max(1, min(calls, _MOST_BYTES // size))
+        calls = max(1, min(calls, _MOST_BYTES // size))
         # Those that are handed from program to program are donated: the link is written in place.
-        self._moving: Any = [self._random(v, 1.0, i) for i, v in enumerate(each) if v is not product.w]
+        self._moving: Any = [self._random(v, 1.0, calls, i) for i, v in enumerate(each) if v is not product.w]
         scale = 1.0 if product.request.scaled else product.w.shape[1 if product.request.transpose_w else 0] ** -0.5
-        self._ws = self._random(product.w, scale, len(each))
+        self._ws = self._random(product.w, scale, calls, len(each))
         spread = NamedSharding(self._mesh, P((_TEAMS, _TEAM)))
         self._link = jax.jit(lambda: jnp.zeros(self._mesh.size), out_shardings=spread)()
 
-    def sampler(self, plan: Plan | None) -> Sampler:
-        """Of the fused plan, or of XLA. Compiles."""
+    @property
+    def calls(self) -> int:
+        """Of one program."""
+        return len(self._ws)
+
+    def compiled(self, plan: Plan | None) -> jax.stages.Compiled:
+        """A program by the fused plan, or on XLA."""
         spread = P((_TEAMS, _TEAM))
         mapped = jax.shard_map(
             lambda moving, ws, link: self._rank(plan, moving, ws, link),
@@ -63,7 +68,11 @@ class Bench:
             out_specs=(spread, spread),
             check_vma=False,
         )
-        compiled = jax.jit(mapped, donate_argnums=(0,)).lower(self._moving, self._ws, self._link).compile()
+        return jax.jit(mapped, donate_argnums=(0,)).lower(self._moving, self._ws, self._link).compile()
+
+    def sampler(self, plan: Plan | None) -> Sampler:
+        """Seconds of a call, by the slowest rank."""
+        compiled = self.compiled(plan)
 
         def sample(repeats: int) -> float:
             moving, link = self._moving, self._link
@@ -73,12 +82,12 @@ class Bench:
             jax.block_until_ready((moving, link))
             seconds = time.perf_counter() - start
             self._moving, self._link = moving, link
-            mine: float = agreed(seconds) / self._calls
+            mine: float = agreed(seconds) / self.calls
             return mine
 
         return sample
 
-    def _random(self, like: jax.ShapeDtypeStruct, scale: float, seed: int) -> list[jax.Array]:
+    def _random(self, like: Any, scale: float, calls: int, seed: int) -> list[jax.Array]:
         """An array for every call, each with a dimension for the ranks."""
         shape = (self._mesh.size, *like.shape)
 
@@ -86,7 +95,7 @@ class Bench:
             return (jax.random.normal(key, shape, jnp.float32) * scale).astype(like.dtype)
 
         spread = jax.jit(draw, out_shardings=NamedSharding(self._mesh, P((_TEAMS, _TEAM))))
-        return [spread(key) for key in jax.random.split(jax.random.key(seed), self._calls)]
+        return [spread(key) for key in jax.random.split(jax.random.key(seed), calls)]
 
     def _rank(self, plan: Plan | None, moving: Any, ws: Any, link: jax.Array) -> Any:
         request = self._product.request

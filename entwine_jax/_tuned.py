@@ -100,10 +100,10 @@ def store(kind: str, entries: Mapping[str, dict[str, Any]]) -> Path | None:
         with _lock:
             _files[path] = merged
     except OSError as error:
-        warnings.warn(
+        _warn(
+            path,
             f"entwine_jax: can't write {path or 'a cache of what was tuned'}: {error}; what was measured is for this "
             "process only; set ENTWINE_CACHE_DIR to a directory that can be written",
-            stacklevel=2,
         )
         return None
     return path
@@ -124,11 +124,13 @@ def forget() -> None:
     with _lock:
         _memory.clear()
         _files.clear()
+        _warned.clear()
 
 
 # By kind of device; by path.
 _memory: dict[str, Table] = {}
 _files: dict[Path, Table] = {}
+_warned: set[Path | None] = set()
 _lock = threading.Lock()
 
 
@@ -155,10 +157,10 @@ def _read(path: Path, kind: str) -> Table:
     except FileNotFoundError:
         found = {}
     except (OSError, ValueError) as error:
-        warnings.warn(
+        _warn(
+            path,
             f"entwine_jax: ignoring {path}, which isn't a cache of {version()} for {kind}: {error}; delete it, or set "
             "ENTWINE_CACHE_DIR to another directory",
-            stacklevel=2,
         )
         found = {}
     with _lock:
@@ -199,6 +201,13 @@ def _is_entry(value: Any) -> bool:
 
 def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < float("inf")
+
+
+def _warn(path: Path | None, text: str) -> None:
+    """Once for each file."""
+    if path not in _warned:
+        _warned.add(path)
+        warnings.warn(text, stacklevel=3)
 
 
 @contextlib.contextmanager
