@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 SAMPLE_SECONDS = 0.01
 MOST_REPEATS = 256
 LEAST_ROUNDS, MOST_ROUNDS = 4, 16
-# Out of the race: slower in every round, and by so much in the middle.
+# Not in the race at all: by so much slower when it warms up.
+HOPELESS = 4
+# Out of it: slower in every round, and by so much in the middle.
 CLEARLY_SLOWER = 1.05
 # A tie: by less than this in the middle, or not even slower in three rounds of four.
 SLOWER = 1.01
@@ -52,9 +54,11 @@ class Samples:
 
 def race(samplers: Mapping[str, Sampler], clock: Callable[[], float], until: float, seed: str) -> Samples:
     """Some rounds at least; more while there is time, and more than one is left."""
-    repeats = {name: _repeats(sampler) for name, sampler in samplers.items()}
-    left, generator = list(samplers), random.Random(seed)
-    samples = Samples({name: [] for name in samplers})
+    warm = {name: _warm_up(sampler) for name, sampler in samplers.items()}
+    least = min(warm.values())
+    samples = Samples({name: [seconds] if seconds > HOPELESS * least else [] for name, seconds in warm.items()})
+    left, generator = [name for name, each in samples.seconds.items() if not each], random.Random(seed)
+    repeats = {name: max(1, min(MOST_REPEATS, math.ceil(SAMPLE_SECONDS / warm[name]))) for name in left}
     for turn in range(MOST_ROUNDS):
         if turn >= LEAST_ROUNDS and (len(left) == 1 or clock() >= until):
             break
@@ -72,12 +76,12 @@ def _clearly_slower(ratios: Sequence[float]) -> bool:
     return min(ratios) > 1 and statistics.median(ratios) > CLEARLY_SLOWER
 
 
-def _repeats(sampler: Sampler) -> int:
-    """How often to run it for a sample; warms up."""
+def _warm_up(sampler: Sampler) -> float:
+    """Seconds of one run, roughly."""
     sampler(1)
     repeats, seconds = 1, sampler(1)
     # One run alone has latencies that runs in a row hide.
     while seconds < SAMPLE_SECONDS / 4 and repeats < MOST_REPEATS:
         repeats = min(MOST_REPEATS, math.ceil(repeats * min(10.0, SAMPLE_SECONDS / 2 / seconds)))
         seconds = sampler(repeats)
-    return max(1, min(MOST_REPEATS, math.ceil(SAMPLE_SECONDS * repeats / seconds)))
+    return seconds / repeats
