@@ -7,10 +7,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import _bench, _doctor, _explain, _predict, _trace
+from . import _bench, _doctor, _explain, _predict, _trace, _tune
 from ._usage import UsageError
 
-_SUBCOMMANDS = (_doctor, _explain, _predict, _trace, _bench)
+_SUBCOMMANDS = (_doctor, _explain, _predict, _tune, _trace, _bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -73,11 +73,11 @@ def load(options: argparse.Namespace) -> Call:
     provide_cpu_devices(options.cpu_devices or math.prod(axes.values()))
     mesh = _mesh(axes, options.auto)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        fn = _named(options.function)
+        fn = named(options.function)
         if not callable(fn):
             raise UsageError(f"{options.function} is no function but {type(fn).__name__}")
         if options.args:
-            found = _named(options.args)
+            found = named(options.args)
             found = found() if callable(found) else found
             args = tuple(found) if isinstance(found, tuple | list) else (found,)
         else:
@@ -121,7 +121,8 @@ def _current_mesh() -> Mesh | None:
     return None if mesh.empty else mesh
 
 
-def _named(text: str) -> Any:
+def named(text: str) -> Any:
+    """What module:name names."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise UsageError(f"{text}: must be module:name")
