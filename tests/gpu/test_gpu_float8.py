@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from epilogues import bias_of, bias_spec
 from harness import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -114,6 +115,31 @@ def test_gathered():
     assert_shards_equal(case, y, exact_product(case, ranks, x, w) / 8)
     assert rows.dtype == E4M3
     assert_shards_equal(case, rows, x.astype(np.float64))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_epilogues(op):
+    """Bias, relu and w as it lies, by the op and under automatic sharding: one call each, and no copy of w."""
+    case, mesh = Case(op, 136, 264, 144), mesh_of()
+    ranks = team_size(mesh)
+    x_spec, w_spec, y_spec = case.specs(AXIS)
+    x, w = integers(case, ranks, 7)
+    bias = bias_of(case, ranks, 7)
+    options = {"scales": SCALES, "preferred_element_type": jnp.float32, "activation": "relu", "transpose_w": True}
+    specs = x_spec, P(*w_spec[::-1]), bias_spec(case)
+    args = [put(v, mesh, s) for v, s in zip((x.astype(E4M3), w.T.astype(E4M3), bias), specs, strict=True)]
+
+    def rank(x, w, b):
+        return per_shard(case, bias=b, **options)(x, w)
+
+    def automatic(x, w, b):
+        out = NamedSharding(mesh, y_spec)
+        return entwine_jax.collective_matmul(x, w, bias=b, out_sharding=out, strategy="fused", **options)
+
+    for f in (jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=y_spec), automatic):
+        (matmul,) = entwine_jax.explain(f, *args)
+        assert (matmul.op, matmul.bias, matmul.activation) == (op, True, "relu") and "copy" not in matmul.reason
+        assert_shards_equal(case, jax.jit(f)(*args), np.maximum(exact_product(case, ranks, x, w) / 8 + bias, 0))
 
 
 @pytest.mark.parametrize("op", OPS)
