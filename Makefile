@@ -88,12 +88,16 @@ test-cc-%: $(VENV_STAMP)
 	@$(BIN)/cmake --build build/cc-$*
 	@$(BIN)/ctest --test-dir build/cc-$* --output-on-failure --no-tests=error
 
-# One process has one platform, so the tests that need GPUs are a run of their own.
+# One process has one platform, so the tests that need GPUs are a run of their own. The others are two: most of their time goes to
+# tracing and compiling on one core. Each prints when it ends.
 test-py: build ## Python tests on 8 virtual CPU devices, and on the GPUs where there are any
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-py-part-1 test-py-part-2
 ifneq ($(GPUS),0)
 	$(BIN)/python -m pytest tests/gpu
 endif
+
+test-py-part-%:
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu --part $*/2
 
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, and the skips of tests that need GPUs."""
+"""Eight virtual CPU devices, the skips of tests that need GPUs, and parts of the tests for several processes."""
 
 import functools
 import os
@@ -11,6 +11,17 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 for _variable in ("STRATEGY", "TIMEOUT_S", "WORKERS", "STALL_US", "STALL_SEED"):
     os.environ.pop(f"ENTWINE_{_variable}", None)
 os.environ["ENTWINE_TUNED"] = "0"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="I/N", help="every Nth test, from the Ith on: a part of N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("part").split("/"))
+    kept = items[part - 1 :: parts]
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
+    items[:] = kept
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from harness import (
     integers,
     mesh_of,
     per_shard,
+    placed,
     program,
     put,
     reference,
@@ -47,8 +48,7 @@ def check_exact(case: Case, mesh: Mesh, seed: int) -> None:
     """One call on fresh integers, compared by every process with its part of the float64 product."""
     ranks = team_size(mesh)
     x, w = integers(case, ranks, seed)
-    x_spec, w_spec, _ = case.specs(AXIS)
-    y = program(case, mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+    y = program(case, mesh)(*placed(case, mesh, x, w))
     assert_shards_equal(case, y, exact_product(case, ranks, x, w))
 
 
