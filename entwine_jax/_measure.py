@@ -5,6 +5,7 @@ the operands of the next, so that XLA can neither merge nor drop nor overlap the
 """
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -88,8 +89,9 @@ class Bench:
         return sample
 
     def _random(self, like: Any, scale: float, calls: int, seed: int) -> list[jax.Array]:
-        """An array for every call, each with a dimension for the ranks."""
-        shape = (self._mesh.size, *like.shape)
+        """A matrix for every call, of all ranks' rows: what has a batch of one lies in memory as a user's would, or XLA
+        would copy it for the sake of its layout."""
+        shape = (self._mesh.size * math.prod(like.shape[:-1]), like.shape[-1])
 
         def draw(key: jax.Array) -> jax.Array:
             return (jax.random.normal(key, shape, jnp.float32) * scale).astype(like.dtype)
@@ -101,13 +103,15 @@ class Bench:
         request = self._product.request
         request = dataclasses.replace(request.bare(), team=_team.resolve(request.op, _TEAM), saves=False)
         scale = jnp.float32(self._product.x.shape[-1] ** -0.5)
+        likes = [v for v in (self._product.x, self._product.z) if v is not None]
         moved: list[list[jax.Array]] = [[] for _ in moving]
         for i, w in enumerate(ws):
-            operands = lax.optimization_barrier([_linked(v[i][0], link) for v in moving])
-            results = lax.optimization_barrier(_call(request, plan, operands, w[0], scale))
+            operands = lax.optimization_barrier([_linked(v[i], link) for v in moving])
+            shaped = [v.reshape(like.shape) for v, like in zip(operands, likes, strict=True)]
+            results = lax.optimization_barrier(_call(request, plan, shaped, w, scale))
             link = sum((v[:1, 0, 0].astype(jnp.float32) for v in results), jnp.float32(0))
             for all_of, v in zip(moved, operands, strict=True):
-                all_of.append(v[None])
+                all_of.append(v)
         return moved, link
 
 
@@ -125,7 +129,7 @@ def _call(request: Request, plan: Plan | None, operands: Any, w: jax.Array, scal
 
 
 def _linked(x: jax.Array, link: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice(x, jnp.clip(link, -1, 1).astype(x.dtype).reshape(1, 1, 1), (0, 0, 0))
+    return lax.dynamic_update_slice(x, jnp.clip(link, -1, 1).astype(x.dtype).reshape(1, 1), (0, 0))
 
 
 def _mesh(request: Request) -> Mesh:

@@ -147,9 +147,9 @@ def all_gather_matmul(
         float8 operands need it, bfloat16 or float32.
       precision: as in ``jnp.matmul``.
       strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
-        lax line above) or ``"auto"`` (fused where it can run on GPUs and is predicted to win, or where `autotune` has
-        measured that it does, else xla; `explain` says which and why). ``None`` reads ``ENTWINE_STRATEGY`` while
-        tracing, and without it means ``"auto"``.
+        lax line above) or ``"auto"`` (fused where it can run on GPUs and is predicted to win, or measured to by
+        `autotune`, else xla; `explain` says which and why). ``None`` reads ``ENTWINE_STRATEGY`` while tracing, and
+        without it means ``"auto"``.
       config: overrides for the fused schedule.
 
     Returns:
