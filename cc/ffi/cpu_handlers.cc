@@ -107,9 +107,6 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
                                    problem->in, " and ", problem->out, "; use strategy=\"xla\""));
   if (a.workers < 1 || a.workers > kMaxWorkers)
     return ffi::Unexpected(invalid(op, "workers must be 1 to ", kMaxWorkers, ", not ", a.workers));
-  if (a.timeout_ms < 0 || a.stall_us < 0)
-    return ffi::Unexpected(
-        invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
 
   host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,      problem->transpose_w,
                       *in,         *out, problem->gathering, problem->activation};
