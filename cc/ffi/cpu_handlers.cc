@@ -13,6 +13,7 @@
 
 #include "ffi/problem.h"
 #include "host/team.h"
+#include "team/first_epoch.h"
 
 namespace entwine {
 namespace {
@@ -62,7 +63,7 @@ host::Team& team_of(std::vector<int64_t> const& ids) {
   static auto* teams = new std::map<std::vector<int64_t>, std::unique_ptr<host::Team>>;
   std::lock_guard<std::mutex> lock(*mutex);
   std::unique_ptr<host::Team>& team = (*teams)[ids];
-  if (!team) team = std::make_unique<host::Team>(static_cast<uint32_t>(ids.size()));
+  if (!team) team = std::make_unique<host::Team>(static_cast<uint32_t>(ids.size()), team::first_epoch());
   return *team;
 }
 
