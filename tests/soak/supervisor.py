@@ -115,6 +115,8 @@ def supervise(arguments: argparse.Namespace) -> Report:
         if (not once and enough) or (once and seed != last):
             return report
         seed = 1 + watch(report, child_of(arguments, seed, 1 if once else arguments.rounds, max(left, 1)), seed)
+        if not report.machine:  # it didn't even begin
+            return report
 
 
 def watch(report: Report, child: subprocess.Popen[str], seed: int) -> int:

@@ -42,6 +42,8 @@ def emit(event: str, **facts: Any) -> None:
 
 def machine(timeout_s: float) -> draw.Machine:
     gpu = jax.default_backend() == "gpu"
+    if len(jax.devices()) < 2:
+        raise SystemExit("the soak test needs two devices: --platform cpu has eight virtual ones")
     tiles = _core.SM90_TILES if gpu else [(8, 8), (7, 5), (16, 64), (128, 128)]
     pairs = [(a, b) for a in DTYPES for b in DTYPES]
     return draw.Machine(
