@@ -32,7 +32,7 @@ FIND_NVCC = if [ '$(ENTWINE_CUDA)' = ON ]; then CUDACXX=$$(scripts/find_nvcc.sh 
 
 CPP := $(shell find cc tests/cc tests/gpu/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help demo test lint format test-cc test-py build wheel lock clean distclean FORCE
+.PHONY: help demo test lint format test-cc test-py soak build wheel lock clean distclean FORCE
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -98,6 +98,9 @@ endif
 
 test-py-part-%:
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu --part $*/2
+
+soak: build ## random collective matmuls by the thousand, each checked to the bit; SOAK_ARGS="--seconds 60 --out soak.json"
+	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 

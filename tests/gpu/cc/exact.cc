@@ -33,7 +33,7 @@ void exact(EmulatedTeam& team) {
   std::string faults[std::size(kFamilies)];
   uint32_t calls[std::size(kFamilies)] = {}, seed = 1;
   team.start_epochs(0);
-  for (Geometry const& g : exact_shapes(team.size())) {
+  for (Geometry const& g : chosen_shapes(team.size())) {
     Progress::at(team_name + to_string(g) + ": operands and expectations");
     ++seed;
     std::vector<ExactBuffers> all(team.size());

@@ -1,5 +1,7 @@
 #include "exact_cases.h"
 
+#include "progress.h"
+
 namespace teams {
 
 using namespace entwine;
@@ -26,6 +28,14 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
     for (uint32_t n : {136u, 1160u})
       for (uint32_t k : {1032u, 4168u}) shapes.push_back(geometry_of(ranks, m_shard == 2 ? 3 : 1, m_shard, n, k));
   return shapes;
+}
+
+std::vector<Geometry> chosen_shapes(uint32_t ranks) {
+  std::vector<Geometry> shapes = exact_shapes(ranks), some;
+  uint32_t count = setting("TEAMS_SHAPES", 0);
+  if (count == 0 || count >= shapes.size()) return shapes;
+  for (uint32_t i = 0; i < count; ++i) some.push_back(shapes[i * shapes.size() / count]);
+  return some;
 }
 
 std::vector<Variant> exact_variants() {

@@ -8,6 +8,8 @@
 namespace teams {
 
 std::vector<Geometry> exact_shapes(uint32_t ranks);
+// So many of them as the environment's TEAMS_SHAPES says, all by default.
+std::vector<Geometry> chosen_shapes(uint32_t ranks);
 std::vector<Variant> exact_variants();
 // Rows of x are a multiple of 16 bytes. Shapes that 8-bit operands can have are for these alone.
 bool meant_for(Variant const& v, Geometry const& g);
