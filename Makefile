@@ -32,7 +32,7 @@ FIND_NVCC = if [ '$(ENTWINE_CUDA)' = ON ]; then CUDACXX=$$(scripts/find_nvcc.sh 
 
 CPP := $(shell find cc tests/cc tests/gpu/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help demo test lint format test-cc test-py build wheel lock clean distclean FORCE
+.PHONY: help demo test lint format test-cc test-py soak build wheel lock clean distclean FORCE
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -88,12 +88,19 @@ test-cc-%: $(VENV_STAMP)
 	@$(BIN)/cmake --build build/cc-$*
 	@$(BIN)/ctest --test-dir build/cc-$* --output-on-failure --no-tests=error
 
-# One process has one platform, so the tests that need GPUs are a run of their own.
+# One process has one platform, so the tests that need GPUs are a run of their own. The others are two: most of their time goes to
+# tracing and compiling on one core. Each prints when it ends.
 test-py: build ## Python tests on 8 virtual CPU devices, and on the GPUs where there are any
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-py-part-1 test-py-part-2
 ifneq ($(GPUS),0)
 	$(BIN)/python -m pytest tests/gpu
 endif
+
+test-py-part-%:
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu --part $*/2
+
+soak: build ## random collective matmuls by the thousand, each checked to the bit; SOAK_ARGS="--seconds 60 --out soak.json"
+	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 

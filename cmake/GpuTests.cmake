@@ -1,8 +1,9 @@
-# teams_test runs the kernels without JAX; what it prints and its exit status: tests/gpu/cc/teams_test.cu.
+# teams_test runs the kernels without JAX; what it prints and its exit status: tests/gpu/cc/teams_test.cc.
 if(NOT entwine_cuda)
   message(FATAL_ERROR "ENTWINE_GPU_TESTS=ON needs ENTWINE_CUDA=ON")
 endif()
-add_executable(teams_test tests/gpu/cc/teams_test.cu tests/gpu/cc/several_products.cu tests/gpu/cc/emulated_team.cc)
+file(GLOB teams_test_sources CONFIGURE_DEPENDS tests/gpu/cc/*.cc tests/gpu/cc/*.cu)
+add_executable(teams_test ${teams_test_sources})
 target_link_libraries(teams_test PRIVATE entwine_cuda entwine_warnings)
 # The matmul alone against cuBLAS, which it loads at run time.
 add_executable(gemm benchmarks/gemm.cu)

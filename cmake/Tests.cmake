@@ -1,6 +1,11 @@
 # Each tests/cc/*.cc is one program, which passes by returning 0.
 enable_testing()
 file(GLOB test_sources CONFIGURE_DEPENDS tests/cc/*.cc)
+# What a fuzz test looks at is nothing to threads.
+set(fuzz_inputs 100000)
+if(ENTWINE_SANITIZE STREQUAL "thread")
+  set(fuzz_inputs 20000)
+endif()
 foreach(source IN LISTS test_sources)
   cmake_path(GET source STEM name)
   add_executable(${name} "${source}")
@@ -9,7 +14,7 @@ foreach(source IN LISTS test_sources)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES
     TIMEOUT 300
-    ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1;UBSAN_OPTIONS=print_stacktrace=1")
+    ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1;UBSAN_OPTIONS=print_stacktrace=1;ENTWINE_FUZZ_INPUTS=${fuzz_inputs}")
 endforeach()
 
 # nccl_test binds to stand-ins of two versions.

@@ -154,6 +154,15 @@ def scales(op: str, x: jax.Array, w: jax.Array, given: Any) -> tuple[jax.Array, 
     return pair(op, given)
 
 
+def float8_residuals(op: str, saves: bool) -> None:
+    """Of a product of float8 operands."""
+    if saves:
+        raise ValueError(
+            f"entwine_jax.{op}: residuals='save' is for the weight gradient, which float8 operands don't have; leave "
+            "residuals out"
+        )
+
+
 def pair(op: str, given: Any) -> tuple[jax.Array, jax.Array]:
     """The scales of x and w."""
     if not isinstance(given, tuple | list) or len(given) != 2:

@@ -34,6 +34,9 @@ class Config:
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
       timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 300).
+      tuned: whether what `autotune` has measured is looked up (``ENTWINE_TUNED``, 0 or 1; by default it is, but in a
+        program of several processes not in the user's files, which may differ between them). It isn't for a config that
+        sets any number of the plan.
       stall_us, stall_seed: random stalls of up to ``stall_us`` microseconds before each step of the schedule, to test
         orders that a quiet machine never shows; CPU only (``ENTWINE_STALL_US``, ``ENTWINE_STALL_SEED``, default 0).
 
@@ -53,12 +56,15 @@ class Config:
     timeout_s: float | None = None
     stall_us: int | None = None
     stall_seed: int | None = None
+    tuned: bool | None = None
 
     def __post_init__(self) -> None:
         if self.transport is not None and self.transport not in TRANSPORTS:
             raise ValueError(f"entwine_jax.Config: transport={self.transport!r} must be one of {TRANSPORTS}")
         if self.few_rows not in (None, True, False):
             raise ValueError(f"entwine_jax.Config: few_rows={self.few_rows!r} must be True, False or None")
+        if self.tuned not in (None, True, False):
+            raise ValueError(f"entwine_jax.Config: tuned={self.tuned!r} must be True, False or None")
         for name in ("raster", "pushers", "copiers", "tile_m", "tile_n", "workers"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1)
         for name in ("lead", "stall_us", "stall_seed"):
@@ -69,6 +75,12 @@ class Config:
     def __repr__(self) -> str:  # short: it is printed in every jaxpr
         fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return f"Config({', '.join(f'{name}={value!r}' for name, value in fields if value is not None)})"
+
+    @property
+    def sets_plan(self) -> bool:
+        """Whether it sets any number of the plan."""
+        numbers = (self.tile_m, self.tile_n, self.raster, self.lead, self.transport, self.pushers, self.copiers)
+        return self.few_rows is not None or any(value is not None for value in numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +93,7 @@ class Settings:
     stall_us: int
     stall_seed: int
     config: Config
+    tuned: bool | None = None  # whether to look up what was measured; None if nobody said
 
 
 def resolve(op: str, strategy: str | None, config: Config | None) -> Settings:
@@ -106,7 +119,15 @@ def resolve(op: str, strategy: str | None, config: Config | None) -> Settings:
         ),
         stall_seed=_integer(f"entwine_jax.{op}: ENTWINE_STALL_SEED", stall_seed, 0),
         config=config,
+        tuned=_tuned(op, config),
     )
+
+
+def _tuned(op: str, config: Config) -> bool | None:
+    chosen = _choose(op, None if config.tuned is None else int(config.tuned), "ENTWINE_TUNED", int, None)
+    if chosen not in (None, 0, 1):
+        raise ValueError(f"entwine_jax.{op}: ENTWINE_TUNED={chosen!r} must be 0 or 1")
+    return None if chosen is None else bool(chosen)
 
 
 def saves(op: str, residuals: str) -> bool:
@@ -125,7 +146,7 @@ def activation(op: str, name: str | None) -> str | None:
     return name
 
 
-def _choose[T](op: str, argument: T | None, variable: str, parse: Callable[[str], T], default: T) -> T:
+def _choose[T, D](op: str, argument: T | None, variable: str, parse: Callable[[str], T], default: D) -> T | D:
     if argument is not None:
         return argument
     text = os.environ.get(variable, "")

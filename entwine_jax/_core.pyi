@@ -12,6 +12,14 @@ class PlanDict(TypedDict):
     copiers: int
     few_rows: bool
 
+class TimesDict(TypedDict):
+    us: float
+    link_us: float
+    multiply_us: float
+    wait_rows_us: float
+    wait_sums_us: float
+    wait_buffers_us: float
+
 # cc/schedule/plan.h and few_rows.h
 SM90_TILES: tuple[tuple[int, int], ...]
 FEW_ROWS_MOST: int
@@ -44,6 +52,35 @@ def predict(
     tiles_only: bool = False,
     in_bytes: int = 2,
 ) -> tuple[float, float]: ...
+def machine() -> dict[str, float]: ...
+def check_machine(numbers: dict[str, float]) -> None: ...
+def simulate_fused(
+    op: str,
+    plan: PlanDict,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    out_bytes: int,
+    in_bytes: int = 2,
+    machine: dict[str, float],
+) -> TimesDict: ...
+def simulate_xla(
+    op: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    out_bytes: int,
+    in_bytes: int = 2,
+    machine: dict[str, float],
+) -> TimesDict: ...
 def chunk_rows(target: str, *, ranks: int, rows: int) -> tuple[int, int]: ...
 def tile_order(
     op: str,

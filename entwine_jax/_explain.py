@@ -13,7 +13,7 @@ from . import _operands, _partitioning, _strategy
 from ._lowering import collective_matmul_p, note_p
 from ._lowering import gathered as gathered_type
 from ._partitioning import Partitioned
-from ._strategy import Plan, Request
+from ._strategy import Choice, Plan, Request
 
 _OURS = (collective_matmul_p, note_p)
 
@@ -100,20 +100,43 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns:
       A sequence of `CollectiveMatmul` that prints as a table.
     """
+    ours, heard, waiting = _trace(fn, args, kwargs)
+    found = [_describe(equation) for equation in ours]
+    found += [_describe_partitioned(each) for each in heard]
+    if not heard:
+        found += [_describe_whole(equation) for equation in waiting if equation.params["static_args"][0].product != "w"]
+    return Explanation(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A collective matmul as it was traced on one rank: operands are types."""
+
+    request: Request
+    choice: Choice
+    pairs: tuple[tuple[Any, Any], ...]  # x and w of each product
+    z: Any = None  # what a reduce-scatter gathers beside
+
+
+def calls(fn: Callable[..., Any], args: Sequence[Any]) -> list[Call]:
+    """Those of ``fn(*args)`` that `explain` lists, plain dots aside."""
+    ours, heard, _ = _trace(fn, args, {})
+    partitioned = (next((e for e in _equations(each.work.jaxpr) if e.primitive in _OURS), None) for each in heard)
+    found = (_call(equation) for equation in (*ours, *partitioned) if equation is not None)
+    return [call for call in found if not isinstance(call, str)]
+
+
+def _trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], list[Partitioned], list[Any]]:
+    """Our equations in a traced function, what XLA's partitioner made of its products, and the equations of these."""
     # A function of its own, so that no cache has it and partitioning is seen.
     traced = jax.jit(lambda args, kwargs: fn(*args, **kwargs)).trace(args, kwargs)
     equations = list(_equations(traced.jaxpr.jaxpr))
-    found = [_describe(equation) for equation in equations if equation.primitive in _OURS]
     waiting = [equation for equation in equations if _partitioning.holds_product(equation)]
+    heard: list[Partitioned] = []
     if waiting:
         with _partitioning.listen() as heard:
             traced.lower().compile()
-        found += [_describe_partitioned(each) for each in heard]
-        if not heard:
-            found += [
-                _describe_whole(equation) for equation in waiting if equation.params["static_args"][0].product != "w"
-            ]
-    return Explanation(found)
+    return [equation for equation in equations if equation.primitive in _OURS], heard, waiting
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -123,18 +146,25 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from _equations(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
+def _call(equation: Any) -> Call | str:
+    """Of an equation of ours; why it is none, if explicit shardings left it to XLA."""
+    about = equation.params.get("about")
+    if isinstance(about, str):
+        return about
+    if about is not None:
+        request, choice = about
+        return Call(request, choice, ((equation.params["x"], equation.params["w"]), *equation.params["more"]))
+    request = equation.params["request"]
+    operands = _operands.split(request, [variable.aval for variable in equation.invars])
+    return Call(request, equation.params["choice"], operands.pairs(), operands.z)
+
+
 def _describe(equation: Any) -> CollectiveMatmul:
-    y, about = equation.outvars[0].aval, equation.params.get("about")
-    if about is None:
-        about = equation.params["request"], equation.params["choice"]
-        operands = _operands.split(about[0], [variable.aval for variable in equation.invars])
-        pairs, z = operands.pairs(), operands.z
-    else:
-        pairs, z = ((equation.params["x"], equation.params["w"]), *equation.params["more"]), None
+    y, call = equation.outvars[0].aval, _call(equation)
+    if isinstance(call, str):
+        return _dot(_shard(equation.params["x"]), _shard(equation.params["w"]), _shard(y), False, call)
+    request, choice, pairs, z = call.request, call.choice, call.pairs, call.z
     x, w = pairs[0]
-    if isinstance(about, str):  # explicit shardings left it to XLA
-        return _dot(_shard(x), _shard(w), _shard(y), False, about)
-    request, choice = about
     return CollectiveMatmul(
         op=request.op,
         x=x.shape,

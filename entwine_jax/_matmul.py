@@ -1,6 +1,5 @@
 """collective_matmul: jnp.matmul on global arrays, whose shardings pick the collective matmul that runs."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -81,8 +80,9 @@ def collective_matmul(
         ``"entwine_gathered"``, rather than gather it again. Products whose shardings select another op, or a plain dot,
         keep x as ever. Inside ``jax.shard_map``, where ``out_sharding`` alone names the op, ``"save"`` is an error for
         one that gathers nothing.
-      scales: of float8 operands, as in `all_gather_matmul`: ``y = (x @ w) * (x_scale * w_scale)``, the scales being the
-        same everywhere. No gradients.
+      scales: of float8 operands, as in `all_gather_matmul`: ``y = activation((x @ w) * (x_scale * w_scale) + bias)``,
+        the scales being the same everywhere. No gradients, so there is nothing to keep: ``residuals="save"`` is an
+        error.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
         float8 operands need it, bfloat16 or float32.
       precision: as in ``jnp.matmul``.
@@ -93,9 +93,11 @@ def collective_matmul(
       y.
 
     Raises:
-      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote.
+      TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; a bias or scales
+        that don't suit them; a gradient of float8 operands is asked for.
       ValueError: an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that JAX can't know;
-        residuals that are unknown, or of an op that has none.
+        residuals that are unknown, or of a product that has none; an unknown activation, strategy, precision or
+        setting.
       NotImplementedError: ``strategy="fused"`` can't run these shardings, types, shapes or devices.
 
       Under automatic sharding, what only the partitioner can see comes as a ``jax.errors.JaxRuntimeError`` that holds
@@ -113,6 +115,8 @@ def collective_matmul(
     names = _checks.team(OP, axis_name)
     spec = _checks.spec(OP, out_sharding, x.ndim)
     saves = _config.saves(OP, residuals)
+    if pair is not None:
+        _checks.float8_residuals(OP, saves)
     call = Call(
         "x" if transpose_w else "y", dtype, precision, settings, names, saves, _config.activation(OP, activation)
     )
@@ -134,9 +138,7 @@ def collective_matmul(
             "or write x @ w for the product of the shards alone"
             + ("" if names is None else f" (axis_name={_checks.axis(names)} is none of them)")
         )
-    scale = None
-    if pair is not None:  # the kernels' lowering transposes w once more
-        w, scale, call = w.T if transpose_w else w, pair[0] * pair[1], dataclasses.replace(call, product="y")
+    scale = None if pair is None else pair[0] * pair[1]
     return _global(call, x, w, bias, scale, out_sharding, spec)
 
 
@@ -182,11 +184,9 @@ def _automatic(
 def _product(
     call: Call, place: Place | None, x: jax.Array, w: jax.Array, bias: jax.Array | None, scale: jax.Array | None
 ) -> Any:
-    """Of float8 the epilogue is XLA's, on y as it is rounded."""
     if scale is None:
         return _products.product(call, place, x, w, None, None, bias)
-    y = _products.scaled(dataclasses.replace(call, activation=None), place, x, w, scale)
-    return _reference.finish(y, bias, call.activation)
+    return _products.scaled(call, place, x, w, scale, bias)
 
 
 def _partial(
@@ -268,7 +268,7 @@ def _explicit(
     w = w.T if call.product == "x" else w
     try:
         if scale is not None:
-            y = _scaled_dot(call, x, w, scale, out_sharding)
+            y = _scaled_dot(call, x, w, scale, bias, out_sharding)
         else:
             y = jnp.matmul(x, w, precision=call.precision, preferred_element_type=call.dtype, out_sharding=out_sharding)
     except Exception as error:
@@ -276,15 +276,17 @@ def _explicit(
             raise
         raise ValueError(f"entwine_jax.{OP}: {found.reason}. JAX says: {error}") from error
     y = _lowering.note(y, jax.typeof(x), jax.typeof(w), found.reason)
-    return _reference.finish(y, bias, call.activation)
+    return y if scale is not None else _reference.finish(y, bias, call.activation)
 
 
-def _scaled_dot(call: Call, x: jax.Array, w: jax.Array, scale: jax.Array, out_sharding: Any) -> jax.Array:
-    """A plain dot of float8, which jnp.matmul would want to be of one type."""
+def _scaled_dot(
+    call: Call, x: jax.Array, w: jax.Array, scale: jax.Array, bias: jax.Array | None, out_sharding: Any
+) -> jax.Array:
+    """A plain dot of float8, which jnp.matmul would want to be of one type, and its epilogue."""
     contracted = (((x.ndim - 1,), (0,)), ((), ()))
     dtypes = {"precision": call.precision, "preferred_element_type": jnp.float32}
     y = lax.dot_general(x, w, contracted, **dtypes, out_sharding=out_sharding)
-    return (y * scale).astype(call.dtype)
+    return _reference.finish(y * scale, bias, call.activation).astype(call.dtype)
 
 
 def _mesh(x: jax.Array, w: jax.Array) -> Any:

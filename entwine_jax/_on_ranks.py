@@ -47,6 +47,7 @@ def on_ranks(
         operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
         x, w = x.astype(operand), w.astype(operand)
     else:
+        _checks.float8_residuals(op, saves)
         if op == "all_gather_matmul":
             _checks.common_scale(op, pair[0], team.axis_name)
         dtype = _checks.float8_types(op, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
@@ -58,7 +59,7 @@ def on_ranks(
         precision,
         settings,
         gathers,
-        saves and pair is None,
+        saves,
         scaled=pair is not None,
         activation=_config.activation(op, activation),
     )

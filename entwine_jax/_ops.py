@@ -124,9 +124,11 @@ def all_gather_matmul(
     Args:
       x: the rank's rows; leading dimensions are a batch.
       w: the rank's columns, a matrix; or several.
+      axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
+        differentiable as well.
       transpose_w: whether w is stored as ``(n / t, k)``, as an embedding table tied to the last layer is:
         ``all_gather(x) @ w.T``. It is read as it lies, without a copy, and ``dw`` lies so too.
-      axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       bias: added to every row of y, of shape (n / t,): the rank's shard of it, as of w. y is then ``activation(
         all_gather(x) @ w + bias)``; the fused kernels do both to the float32 sums, before these are rounded, at next to
         no cost. With several weights a sequence, with None for those without.
@@ -134,21 +136,20 @@ def all_gather_matmul(
         ``"silu"``. It is fused where no gradient is taken, as in inference (``"relu"`` always): the backward pass needs
         what it is a function of, so there XLA applies it to what the kernel has rounded. With several weights a
         sequence: ``activation=("silu", None)``.
-      return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
-        differentiable as well.
       residuals: what the backward pass takes ``dw`` from. ``"regather"`` keeps x, the rank's own rows; ``"save"`` keeps
         the gathered x, t times as large, which spares the backward pass the link (and is done anyway where x has no
         gradient, as in a first layer). It is named ``"entwine_gathered"`` for policies of ``jax.checkpoint``, as what
         is gathered on XLA always is. With ``return_gathered=True`` the gathered x is there anyway, and kept.
       scales: of float8 operands, which must have them: (x_scale, w_scale), float32 scalars that x and w are multiplied
-        by, so that ``y = (all_gather(x) @ w) * (x_scale * w_scale)``. x_scale must be the same on all ranks of the
-        axis. See *float8* below.
+        by: ``y = activation((all_gather(x) @ w) * (x_scale * w_scale) + bias)``. x_scale must be the same on all ranks
+        of the axis. See *float8* below.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
         float8 operands need it, bfloat16 or float32.
       precision: as in ``jnp.matmul``.
       strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"xla"`` (the
-        lax line above) or ``"auto"`` (fused where it can run on GPUs and is predicted to win, else xla; `explain` says
-        which and why). ``None`` reads ``ENTWINE_STRATEGY`` while tracing, and without it means ``"auto"``.
+        lax line above) or ``"auto"`` (fused where it can run on GPUs and is predicted to win, or measured to by
+        `autotune`, else xla; `explain` says which and why). ``None`` reads ``ENTWINE_STRATEGY`` while tracing, and
+        without it means ``"auto"``.
       config: overrides for the fused schedule.
 
     Returns:
@@ -162,16 +163,19 @@ def all_gather_matmul(
     twice ``(t - 1)`` chunks of ``x`` for the largest call, plus one word a row block; `explain` tells the bytes.
 
     *float8*: x is float8_e4m3fn or float8_e5m2, w float8_e4m3fn. Sums are multiplied by ``x_scale * w_scale``, in
-    float32, before they are rounded or travel. The tensor cores take such operands only if they are contiguous in k: a
-    ``w`` of (k, n) is transposed by XLA first, a copy that `explain` names, and none if ``w`` is itself a transpose of
-    an (n, k) array. There is no gradient, which would be float8 as well: `float8_all_gather_matmul` has one.
+    float32, before they are rounded or travel; bias and activation come after that, in float32 too. The tensor cores
+    take such operands only if they are contiguous in k: a ``w`` of (k, n) is transposed by XLA first, a copy that
+    `explain` names. There is none with ``transpose_w=True``, or if ``w`` is itself a transpose of an (n, k) array.
+    There is no gradient, which would be float8 as well (nor one of the bias): `float8_all_gather_matmul` has one, and
+    ``residuals="save"``, which would be for it, is an error.
 
     Raises:
       TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; a bias of another
         length, rank or kind of number; scales that are missing, of another form than a pair of float32 scalars, or of
         operands that aren't float8; a gradient of float8 operands is asked for.
       ValueError: the axis isn't a manual axis of the mesh; unknown activation, residuals, strategy, precision or
-        setting; an x_scale that varies over the axis.
+        setting; an x_scale that varies over the axis; residuals of float8 operands; as many biases or activations as
+        weights are wanted, but aren't given.
       NotImplementedError: ``strategy="fused"`` can't run these types, shapes or devices.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
@@ -249,7 +253,8 @@ def matmul_reduce_scatter(
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
       bias, activation: as in `all_gather_matmul`, ``y = activation(reduce_scatter(x @ w) + bias)``; the bias is
         whole on every rank, (n,), and added once.
-      scales: as in `all_gather_matmul`; they may differ from rank to rank.
+      scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
+        and the bias is added to the sum over ranks.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:
@@ -318,7 +323,8 @@ def matmul_all_reduce(
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
       bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
         on every rank, (n,), the same on all, and added once.
-      scales: as in `all_gather_matmul`; they may differ from rank to rank.
+      scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
+        and the bias is added to the sum over ranks.
       preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
 
     Returns:

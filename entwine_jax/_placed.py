@@ -68,26 +68,27 @@ def product(
     return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
 
 
-def scaled(call: Call, place: Place, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """y = (x @ w) * scale of float8."""
-    made = layout(call, place, x, w)
-    specs = [_partition_spec(spec) for spec in made.operands]
-    if place.explicit:
-        x, w = (_move(place, v, spec) for v, spec in zip((x, w), specs, strict=True))
+def scaled(
+    call: Call, place: Place, a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
+    """A product of float8 times `scale`."""
+    made = layout(call, place, a, b)
+    operands, specs = _operands(place, made, [_partition_spec(spec) for spec in made.operands], a, b, bias)
 
-    def rank(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-        x, w, scale = _scaled.varied(made.team, x, w, scale)
+    def rank(scale: jax.Array, *operands: jax.Array) -> jax.Array:
+        a, b, *bias = _varying(made, *operands)
+        a, b, scale = _scaled.varied(made.team, a, b, scale)
         team = _team.resolve("collective_matmul", made.team) if made.team else None
-        return _spread.one_rank_scaled(call, made, team)(x, w, scale)
+        return _spread.one_rank_scaled(call, made, team)(a, b, scale, *bias)
 
     y: jax.Array = jax.shard_map(
         rank,
         mesh=place.mesh,
-        in_specs=(*specs, PartitionSpec()),
+        in_specs=(PartitionSpec(), *specs),
         out_specs=_partition_spec(made.result),
         axis_names={*place.axes},
-    )(x, w, scale)
-    return _move(place, y, dict(place.specs)["y"]) if place.explicit else y
+    )(scale, *operands)
+    return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
 
 
 def _operands(

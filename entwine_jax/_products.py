@@ -75,11 +75,13 @@ def _kept_of_epilogue(call: Call, y: jax.Array, bias: Any) -> tuple[jax.Array, j
     return (nothing if call.activation is None else y), wanted
 
 
-def _primal_scaled(call: Call, place: Place | None, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """y = (x @ w) * scale of float8, which has no gradient."""
+def _primal_scaled(
+    call: Call, place: Place | None, a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """A product of float8 times `scale`, and its epilogue: it has no gradient."""
     if place is None:
-        return _partitioned_scaled.product(call, x, w, scale)
-    return _placed.scaled(call, place, x, w, scale)
+        return _partitioned_scaled.product(call, a, b, scale, bias)
+    return _placed.scaled(call, place, a, b, scale, bias)
 
 
 scaled: Any = jax.custom_vjp(_primal_scaled, nondiff_argnums=(0, 1))

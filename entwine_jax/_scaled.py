@@ -76,7 +76,7 @@ def no_gradient(op: str) -> NoReturn:
     raise TypeError(
         f"entwine_jax.{op}: the gradient of a float8 array would be float8 itself, so a product of such has "
         f"none; use entwine_jax.float8_{use}, which quantises x and w and has a first derivative, or "
-        "jax.lax.stop_gradient on x, w and scales"
+        "jax.lax.stop_gradient on x, w, scales and bias"
     )
 
 

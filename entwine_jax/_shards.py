@@ -40,11 +40,21 @@ def product(
 
 
 def scaled(
-    op: str, team: Team, a: jax.Array, b: jax.Array, scale: jax.Array, dtype: Any, precision: Any, settings: Settings
+    op: str,
+    team: Team,
+    a: jax.Array,
+    b: jax.Array,
+    scale: jax.Array,
+    transpose_b: bool,
+    dtype: Any,
+    precision: Any,
+    settings: Settings,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """An op of float8 a and b, times `scale`."""
-    request = Request(op, team, False, dtype, precision, settings, scaled=True)
-    y, _ = _scaled.run(request, flat(a), b, scale)
+    request = Request(op, team, transpose_b, dtype, precision, settings, scaled=True, activation=activation)
+    y, _ = _scaled.run(request, flat(a), b, scale, bias=bias)
     return y.reshape(*a.shape[:-2], *y.shape[1:])
 
 

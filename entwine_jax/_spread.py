@@ -67,24 +67,29 @@ def one_rank(call: Call, layout: Layout, team: Team | None) -> Callable[..., jax
     return dot
 
 
-def whole_scaled(call: Call, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """y = (x @ w) * scale of float8, as one dot."""
-    y = whole(dataclasses.replace(call, dtype=np.dtype(np.float32)), x, w)
-    return (y * scale).astype(call.dtype)
+def whole_scaled(call: Call, a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """A product of float8 times `scale`, as one dot, and its epilogue."""
+    return _reference.finish(_scaled_dot(call, a, b, scale), bias, call.activation).astype(call.dtype)
 
 
-def one_rank_scaled(
-    call: Call, layout: Layout, team: Team | None
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """The work of one rank on its shards of float8, and the scale of their product."""
+def _scaled_dot(call: Call, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+    """In float32."""
+    return _dot(dataclasses.replace(call, dtype=np.dtype(np.float32)), a, b) * scale
+
+
+def one_rank_scaled(call: Call, layout: Layout, team: Team | None) -> Callable[..., jax.Array]:
+    """The work of one rank on its shards of float8, the scale of their product, and maybe a shard of a bias."""
     check(call, layout)
 
-    def work(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+    def work(a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         if layout.op != "dot":
             assert team is not None
-            return _shards.scaled(layout.op, team, x, w, scale, call.dtype, call.precision, call.settings)
-        y = whole_scaled(call, x, w, scale)
-        return lax.psum(y, layout.summed) if layout.summed else y
+            transposed, settings = call.product == "x", (call.dtype, call.precision, call.settings)
+            return _shards.scaled(layout.op, team, a, b, scale, transposed, *settings, bias, call.activation)
+        if not layout.summed:
+            return whole_scaled(call, a, b, scale, bias)
+        y = lax.psum(_scaled_dot(call, a, b, scale).astype(call.dtype), layout.summed)
+        return _reference.finish(y, bias, call.activation)
 
     return work
 

@@ -1,4 +1,7 @@
-"""Which strategy and plan a call gets, and why. A pure function of what is known while JAX traces."""
+"""Which strategy and plan a call gets, and why: by argument, environment, what was measured, or the cost model.
+
+A function of what is known while JAX traces, the tables of `_tuned` among it; it never measures anything.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _checks, _core
+from . import _checks, _core, _tuned
 from ._config import TRANSPORTS, Settings
 from ._team import Team
 
@@ -21,6 +24,10 @@ _PITCH_BYTES = 16
 _TARGETS = {"cpu": "host", "cuda": "sm90"}
 # By how much fused must be predicted to win under "auto": about what the prediction is good to for few rows.
 _MARGIN = 1.05
+
+# True while `autotune` looks for what it could measure: "auto" is then fused wherever that can run, and tables are left
+# alone. JAX traces a function anew where this differs, jitted ones too.
+seeking = jax.make_user_context(default_value=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +95,8 @@ class Choice:
     strategy: str
     reason: str
     plan: Plan | None = None
+    # The key by which tables were asked: of the call as it was traced, which vmap may make larger.
+    asked: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +151,10 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
         return Choice("xla", "a team of one has nothing to move: a plain dot")
     if wanted == "xla":
         return Choice("xla", "asked for")
-    if wanted == "auto" and team.platform == "cpu":
-        return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor")
+    # Tables hold calls of one product.
+    entry, asked = (measured(request, *pairs[0]), key(request, *pairs[0])) if len(pairs) == 1 else (None, "")
+    if wanted == "auto" and team.platform == "cpu" and entry is None and not seeking.value:
+        return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor", asked=asked)
     found = [(obstacle(request, x, w), x, w) for x, w in pairs]
     problem, x, w = next((each for each in found if each[0] is not None), (None, *joined(request, pairs)))
     if problem is not None and wanted == "fused":
@@ -159,13 +170,50 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     copy = ""
     if request.scaled and not request.transpose_w:
         copy = f"; w is transposed first, a copy of {w.size} bytes unless it is a transpose itself"
-    if wanted == "fused":
-        return Choice("fused", f"asked for{copy}", plan(request, x, w))
+    if wanted == "fused" or seeking.value:
+        how = "" if entry is None else f"; plan {entry}"
+        return Choice("fused", f"asked for{how}{copy}", plan(request, x, w), asked)
+    if entry is not None and entry.strategy == "xla":
+        return Choice("xla", str(entry), asked=asked)
+    if entry is not None:
+        return Choice("fused", f"{entry}{copy}", plan(request, x, w), asked)
     fused_us, xla_us = predict(request, x, w)
     reason = f"predicted {fused_us:.0f} us fused, {xla_us:.0f} us on XLA"
     if fused_us * _MARGIN > xla_us:
-        return Choice("xla", reason)
-    return Choice("fused", reason + copy, plan(request, x, w))
+        return Choice("xla", reason, asked=asked)
+    return Choice("fused", reason + copy, plan(request, x, w), asked)
+
+
+def key(request: Request, x: jax.Array, w: jax.Array) -> str:
+    """By which tables know a call: all that its time depends on. An epilogue costs next to nothing, with either
+    strategy, and is left out."""
+    rows = [1, x.shape[0] * x.shape[1]] if request.op == "matmul_all_reduce" else [*x.shape[:2]]
+    x_text, w_text = f"{x.dtype}{[*rows, x.shape[2]]}", f"{w.dtype}{[*w.shape]}{'.T' if request.transpose_w else ''}"
+    # Without peer access nothing can be fused, hence measured.
+    link = {"cpu": "shared memory", "cuda": "peer access"}.get(request.team.platform, "no link")
+    gathers = ", gathers" if request.gathers else ""
+    text = f"{request.op} {x_text} @ {w_text} -> {request.dtype}, {request.team.size} ranks, {link}{gathers}"
+    return text.replace("[", "(").replace("]", ")")
+
+
+def measured(request: Request, x: jax.Array, w: jax.Array) -> _tuned.Entry | None:
+    """What tables hold of a call, if it wants to know and they fit: a plan that can't run (any more) is none."""
+    settings, team = request.settings, request.team
+    if settings.tuned is False or settings.config.sets_plan or seeking.value or team.platform not in _TARGETS:
+        return None
+    kind = _tuned.device_kind(team.platform)
+    if kind is None:
+        return None
+    files = settings.tuned is True or jax.process_count() == 1
+    entry = _tuned.find(kind, key(request, x, w), files)
+    if entry is None or entry.plan is None:
+        return entry
+    made = Plan(**entry.plan)
+    fits = made.target == _TARGETS[team.platform]
+    if made.target == "sm90":
+        few = not _wants_tiles(request) and _rows(request, sizes(request, x.shape, w.shape)) <= _core.FEW_ROWS_MOST
+        fits = fits and (made.tile_m, made.tile_n) in _core.SM90_TILES and (few or not made.few_rows)
+    return entry if fits and not (made.few_rows and made.target == "host") else None
 
 
 def obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
@@ -275,6 +323,9 @@ def span_obstacle() -> str | None:
 
 def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
     target, config = _TARGETS[request.team.platform], request.settings.config
+    entry = measured(request, x, w)
+    if entry is not None and entry.plan is not None:
+        return Plan(**entry.plan)
     made = _core.make_plan(
         request.op,
         target,

@@ -32,7 +32,7 @@ _EVENT = np.dtype(
 )
 # cc/kernel/sm90/shape.h: bits of a packed tile; bytes of what a storer lands and a pusher pushes at once.
 _ROW_BITS, _COLUMN_BITS = 15, 14
-_PART_ELEMENTS, _UNIT_BYTES = 64 * 256, 65536
+_PART_ELEMENTS, _UNIT_BYTES = 64 * 256, 98304
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +126,15 @@ def _paired(call: TracedCall, begin: str, end: str) -> dict[tuple[int, tuple[int
     return {key: (begins[key], ends[key]) for key in begins if key in ends}
 
 
+def require_gpus() -> None:
+    """NotImplementedError where nothing can be traced."""
+    if not _core.cuda_built() or jax.default_backend() != "gpu":
+        raise NotImplementedError(
+            "entwine_jax.trace_tiles: only the GPU kernels take notes; run it where jax.default_backend() is 'gpu' and"
+            " entwine_jax was built with CUDA"
+        )
+
+
 def trace_tiles(fn: Callable[..., Any], *args: Any, megabytes: int = 256) -> Trace:
     """Runs ``fn(*args)`` on GPUs and returns what its fused calls did, tile by tile.
 
@@ -145,11 +154,7 @@ def trace_tiles(fn: Callable[..., Any], *args: Any, megabytes: int = 256) -> Tra
       NotImplementedError: there is no GPU, or the package was built without CUDA.
       RuntimeError: a trace is being taken already, or no pinned memory is left.
     """
-    if not _core.cuda_built() or jax.default_backend() != "gpu":
-        raise NotImplementedError(
-            "entwine_jax.trace_tiles: only the GPU kernels take notes; run it where jax.default_backend() is 'gpu' and"
-            " entwine_jax was built with CUDA"
-        )
+    require_gpus()
 
     def compiled() -> Any:
         # A function of its own, so that nothing that was compiled or captured before is used again.

@@ -1,21 +1,27 @@
 #!/usr/bin/env bash
 # Builds entwine_jax with CUDA, tests it on this machine's GPUs and measures it; a short summary comes last.
 #
-#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [mlp] [peers] [timeline] [gemm]
-#                                                        by default all but peers, timeline and gemm
+#   bash scripts/gpu.sh [build] [smoke] [teams] [test] [demo] [example] [bench] [mlp] [peers] [timeline] [gemm] [tune] [soak] [sanitize]
+#                                                        by default all up to bench
 #
 # teams runs the kernels without JAX in teams of 2 to 8 ranks that share the GPUs.
 # mlp times a SwiGLU MLP, forward and backward, against XLA and without its collectives.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
 # timeline traces the tiles of a call under three orders. gemm times the matmul alone against cuBLAS.
+# tune tunes the ten shapes, and times what that found against the cost model's plans; the cache is $OUT/tuned.
+# soak launches random programs and checks every result to the bit, then kills and stops one of two processes; counts go to
+# reliability.json, for docs/reliability.md. sanitize runs some of teams under compute-sanitizer, if it is there.
 # Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
 #   PYTEST_ARGS            for example "-k 'ragged or few_rows' -x"
 #   TEST_JOBS              processes that run tests at once (default: 3)
 #   BENCH_ARGS             for bench and peers, for example "--suite epilogues", "--suite all_reduce --strategy fused,auto"
+#   TUNE_ARGS              for tune, for example "--suite small --seconds 60"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
+#   SOAK_SECONDS           how long soak launches (default: 300), and SOAK_ARGS, for example "--launches 50000 --seed 1000"
+#   LOST_PEERS             how often each fate meets a process (default: 5)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -33,8 +39,9 @@ summary=()
 failed=0
 
 for step in $steps; do
-  case $step in build | smoke | teams | test | demo | example | bench | mlp | peers | timeline | gemm) ;; *)
-    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench, mlp, peers, timeline and gemm" >&2
+  case $step in build | smoke | teams | test | demo | example | bench | mlp | peers | timeline | gemm | tune | soak | sanitize) ;; *)
+    echo "gpu.sh: unknown step '$step'; the steps are build, smoke, teams, test, demo, example, bench, mlp, peers, timeline, gemm," \
+      "tune, soak and sanitize" >&2
     exit 2
     ;;
   esac
@@ -218,6 +225,47 @@ if wants gemm; then
   LD_LIBRARY_PATH=$cublas:/usr/local/cuda/lib64 run gemm 60 "$work/cmake/gemm"
   cp "$out/gemm.log" "$out/gemm.json"
   cut -c1-300 "$out/gemm.log"
+fi
+
+if wants tune; then
+  echo "== tune"
+  # shellcheck disable=SC2086
+  ENTWINE_CACHE_DIR=$out/tuned run tune 240 "$python" -m benchmarks.tune --out "$out/tune.json" ${TUNE_ARGS:-} ||
+    tail -n 30 "$out/tune.log" | cut -c1-1200
+  grep -v -E '^(W|I|E)[0-9]{4} ' "$out/tune.log" | tail -n 30 | cut -c1-300
+  summary+=("       $(grep -E '^tune: ' "$out/tune.log" | tail -n 1)")
+fi
+
+if wants soak; then
+  echo "== soak"
+  seconds=${SOAK_SECONDS:-300}
+  # The arenas are not in XLA's pool.
+  # shellcheck disable=SC2086
+  XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run soak $((seconds + 180)) "$python" scripts/soak.py --launches 1000000 --seconds "$seconds" \
+    --out "$out/soak.json" ${SOAK_ARGS:-}
+  grep -E 'launches/s$|^  again|^(wrong|hung|error|crashed):' "$out/soak.log" | tail -n 12 | cut -c1-600
+  lost=${LOST_PEERS:-5}
+  XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run lost_peers $((60 + 150 * lost)) "$python" tests/gpu/peers.py --times "$lost" \
+    --out "$out/lost_peers.json"
+  grep -E '^peer ' "$out/lost_peers.log"
+fi
+
+if wants sanitize; then
+  echo "== sanitize"
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+  if [[ -n $sanitizer ]]; then
+    for tool in memcheck racecheck synccheck initcheck; do
+      TEAMS_SHAPES=2 TEAMS_PATIENCE=240 run "sanitize_$tool" 300 "$sanitizer" --tool "$tool" --error-exitcode 9 "$work/cmake/teams_test" 2
+      grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|^[0-9]+ passed|BAD' "$out/sanitize_$tool.log" | tail -n 4 | cut -c1-300
+    done
+  else
+    summary+=("sanitize      skipped: there is no compute-sanitizer")
+  fi
+fi
+
+if wants soak || wants sanitize; then
+  "$python" -m benchmarks.reliability collect --logs "$out" --out "$out/reliability.json" || failed=1
+  cat "$out/reliability.json"
 fi
 
 echo "== summary (logs in $out)"

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, and the skips of tests that need GPUs."""
+"""Eight virtual CPU devices, the skips of tests that need GPUs, and parts of the tests for several processes."""
 
 import functools
 import os
@@ -10,6 +10,18 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # What a developer's shell may hold must not change what is tested.
 for _variable in ("STRATEGY", "TIMEOUT_S", "WORKERS", "STALL_US", "STALL_SEED"):
     os.environ.pop(f"ENTWINE_{_variable}", None)
+os.environ["ENTWINE_TUNED"] = "0"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="I/N", help="every Nth test, from the Ith on: a part of N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("part").split("/"))
+    kept = items[part - 1 :: parts]
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
+    items[:] = kept
 
 
 @functools.cache
@@ -32,3 +44,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if needed <= int(os.environ.get("ENTWINE_REQUIRE_GPUS") or 0):
             pytest.fail(f"{message}, and ENTWINE_REQUIRE_GPUS={os.environ['ENTWINE_REQUIRE_GPUS']}", pytrace=False)
         pytest.skip(message)
+
+
+@pytest.fixture
+def tuned_cache(tmp_path, monkeypatch):
+    """A directory for what `autotune` keeps, still to be made; lookups are on."""
+    from entwine_jax import _tuned
+
+    monkeypatch.setenv("ENTWINE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("ENTWINE_TUNED")
+    _tuned.forget()
+    yield tmp_path / "cache"
+    _tuned.forget()
+
+
+@pytest.fixture
+def measure(monkeypatch, tuned_cache):
+    """measure(seconds) has autotune measure what the function says: see tuning.py."""
+    from tuning import Measurements
+
+    from entwine_jax import _autotune
+
+    def install(seconds):
+        made = Measurements(seconds)
+        monkeypatch.setattr(_autotune, "Bench", made)
+        monkeypatch.setattr(_autotune, "_clock", lambda: made.clock)
+        return made
+
+    return install

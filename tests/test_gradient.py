@@ -135,7 +135,7 @@ def test_gradient_of_all_reduce_has_its_collectives(check_vma):
 
 
 def test_gradient_inside_shard_map():
-    """jax.grad of a rank's own loss, eagerly too: with check_vma, of what differs from rank to rank."""
+    """jax.grad of a rank's own loss, once eagerly: with check_vma, of what differs from rank to rank."""
     mesh, x, w = mesh_of((2,)), normal((8, 6), 1), normal((6, 10), 2)
     for op in OPS:
         for check_vma in (True, False):
@@ -153,7 +153,8 @@ def test_gradient_inside_shard_map():
                     check_vma=check_vma,  # noqa: B023
                 )
 
-            assert_close(gradient(fused)(x, w), gradient(in_lax)(x, w))
+            jit = jax.jit if (op, check_vma) != ("all_gather_matmul", True) else lambda f: f
+            assert_close(jit(gradient(fused))(x, w), jax.jit(gradient(in_lax))(x, w))
 
 
 @pytest.mark.parametrize("op", OPS)

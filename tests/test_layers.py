@@ -12,12 +12,26 @@ PACKAGE = ROOT / "entwine_jax"
 
 # Each knows only what stands below it.
 PYTHON = [
+    {"__main__"},
+    {"_command"},
+    {
+        "_command._bench",
+        "_command._doctor",
+        "_command._explain",
+        "_command._predict",
+        "_command._trace",
+        "_command._tune",
+    },
+    {"_command._function"},
+    {"_command._usage"},
     {"flax"},
     {"flax._nnx", "flax._linen"},
     {"flax._dot_general"},
     {"flax._parameters"},
     {"__init__"},
-    {"_explain", "_trace", "_doctor", "_float8"},
+    {"_autotune"},
+    {"_cost_model", "_explain", "_trace", "_float8", "_tuning", "_measure"},
+    {"_agreed", "_candidates", "_progress", "_race"},
     {"_matmul"},
     {"_products"},
     {"_partitioned_pairs", "_partitioned_scaled"},
@@ -31,6 +45,7 @@ PYTHON = [
     {"_batching"},
     {"_operands"},
     {"_strategy"},
+    {"_tuned"},
     {"_team", "_reference", "_selection"},
     {"_config", "_checks"},
     {"_core", "_threads"},
@@ -39,6 +54,7 @@ PYTHON = [
 # Each folder of cc/ and what it may include, itself aside.
 CPP = {
     "schedule": set(),
+    "simulate": {"schedule"},
     "kernel": {"schedule"},
     "team": {"schedule"},
     "host": {"schedule"},

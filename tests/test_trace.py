@@ -67,7 +67,7 @@ def test_all_gather():
     call = _trace._call(launch("all_gather_matmul", [(0, 3, 5_000, 2 << 24 | 70_000, "pushed")]))
     (push,) = call.at("pushed")
     assert (push["owner"], push["row"]) == (2, 70_000)
-    assert call.sent()[1] == 65536
+    assert call.sent()[1] == 98304
 
 
 def test_nothing_noted():

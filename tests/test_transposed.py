@@ -54,6 +54,8 @@ def test_gradients(op, strategy, check_vma):
     rank = functools.partial(ours, strategy=strategy)
     got, wanted = (jax.jit(jax.value_and_grad(loss(r), (0, 1)))(x, w) for r in (rank, lines))
     assert_close(got, wanted)
+    if strategy == "xla":  # the rest is JAX's own
+        return
     assert_close(jax.jit(jax.grad(loss(rank), 0))(x, w), wanted[1][0])
     assert_close(jax.jit(jax.grad(loss(rank), 1))(x, w), wanted[1][1])
 

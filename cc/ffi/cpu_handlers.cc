@@ -14,6 +14,7 @@
 
 #include "ffi/problem.h"
 #include "host/team.h"
+#include "team/first_epoch.h"
 
 namespace entwine {
 namespace {
@@ -63,7 +64,7 @@ host::Team& team_of(std::vector<int64_t> const& ids) {
   static auto* teams = new std::map<std::vector<int64_t>, std::unique_ptr<host::Team>>;
   std::lock_guard<std::mutex> lock(*mutex);
   std::unique_ptr<host::Team>& team = (*teams)[ids];
-  if (!team) team = std::make_unique<host::Team>(static_cast<uint32_t>(ids.size()));
+  if (!team) team = std::make_unique<host::Team>(static_cast<uint32_t>(ids.size()), team::first_epoch());
   return *team;
 }
 
@@ -108,9 +109,6 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
                                    problem->in, " and ", problem->out, "; use strategy=\"xla\""));
   if (a.workers < 1 || a.workers > kMaxWorkers)
     return ffi::Unexpected(invalid(op, "workers must be 1 to ", kMaxWorkers, ", not ", a.workers));
-  if (a.timeout_ms < 0 || a.stall_us < 0)
-    return ffi::Unexpected(
-        invalid(op, "timeout and stall must not be negative, not ", a.timeout_ms, " ms and ", a.stall_us, " us"));
 
   host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,          problem->transpose_w,
                       *in,         *out, problem->gathering, problem->activation[0], problem->products};

@@ -20,6 +20,25 @@ ffi::Unexpected<ffi::Error> invalid(schedule::Op op, Words const&... words) {
 
 // Row blocks of what is gathered are numbered in 24 bits.
 constexpr uint32_t kMaxGatheredBlocks = 1u << 24;
+// More than any machine has: of any one array, so that staging of it for all ranks is a 64-bit number; of what is gathered from
+// all ranks, so that the units in which it is pushed are numbered in 32 bits.
+constexpr double kMaxElements = double(int64_t{1} << 48), kMaxGatheredBytes = double(int64_t{1} << 46);
+
+// Several elements share a byte of these, or they have none.
+bool whole_bytes(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::S1:
+    case ffi::DataType::S2:
+    case ffi::DataType::S4:
+    case ffi::DataType::U1:
+    case ffi::DataType::U2:
+    case ffi::DataType::U4:
+    case ffi::DataType::F4E2M1FN:
+      return false;
+    default:
+      return ffi::ByteWidth(type) != 0;
+  }
+}
 
 // What is gathered: x of all-gather, with or without its whole as a result; z beside reduce-scatter.
 ffi::ErrorOr<schedule::Gathering> decode_gathering(schedule::Op op, schedule::Geometry const& g, Buffers const& buffers) {
@@ -36,6 +55,10 @@ ffi::ErrorOr<schedule::Gathering> decode_gathering(schedule::Op op, schedule::Ge
   for (int64_t size : d)
     if (size < 1 || size >= (int64_t{1} << 31))
       return invalid(op, "z has a dimension of size ", size, ", which can't be gathered");
+  if (!whole_bytes(own.element_type()))
+    return invalid(op, "elements of ", own.element_type(), ", which aren't whole bytes, can't be gathered");
+  double bytes = double(g.ranks) * double(d[0]) * double(d[1]) * double(d[2]) * double(ffi::ByteWidth(own.element_type()));
+  if (bytes >= kMaxGatheredBytes) return invalid(op, "an array of ", bytes, " bytes is too large to be gathered");
   if (buffers.gathered) {
     auto whole = buffers.gathered->dimensions();
     if (whole.size() != 3 || whole[0] != d[0] || whole[1] != d[1] * g.ranks || whole[2] != d[2] ||
@@ -134,14 +157,14 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
     return invalid(op, "x, w and the result must have ranks 3, 2 and 3, not ", xd.size(), ", ", wd.size(), " and ", yd.size());
   if (a.team_size < 2 || a.team_size > schedule::kMaxRanks)
     return invalid(op, "a team must have 2 to ", schedule::kMaxRanks, " ranks, not ", a.team_size);
-  if (a.groups.size() % a.team_size != 0)
+  if (a.groups.size() == 0 || a.groups.size() % a.team_size != 0)
     return invalid(op, "groups holds ", a.groups.size(), " ids, not a multiple of the team's ", a.team_size);
   int64_t k = wd[a.transpose_w ? 1 : 0], n = wd[a.transpose_w ? 0 : 1];
   if (xd[2] != k) return invalid(op, "x has contraction size ", xd[2], " but w has ", k);
   bool gather = op == schedule::Op::kAllGatherMatmul, replicate = op == schedule::Op::kMatmulAllReduce;
   int64_t m_shard = gather ? xd[1] : yd[1], whole = gather ? yd[1] : xd[1];
   if (replicate && whole != m_shard) return invalid(op, "x has ", whole, " rows, but the result ", m_shard);
-  if (!replicate && whole != m_shard * a.team_size)
+  if (!replicate && (whole % a.team_size != 0 || whole / a.team_size != m_shard))
     return invalid(op, gather ? "the result has " : "x has ", whole, " rows, not the team's ", a.team_size, " times ", m_shard);
   if (yd[0] != xd[0] || yd[2] != n)
     return invalid(op, "the result is (", yd[0], ", ", yd[1], ", ", yd[2], ") but x and w give (", xd[0], ", *, ", n, ")");
@@ -151,8 +174,10 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (a.scaled < 0 || a.scaled > 1 || (a.scaled != 0) != float8 || float8 != buffers.scale.has_value())
     return invalid(op, "float8 operands have a scale, others have none; attribute scaled is ", a.scaled, ", and there is ",
                    buffers.scale ? "a" : "no", " scale");
-  if (float8 && (buffers.scale->element_type() != ffi::DataType::F32 || buffers.scale->element_count() != 1))
-    return invalid(op, "the scale must be one float32 number");
+  bool one = float8 && buffers.scale->element_type() == ffi::DataType::F32;
+  if (float8)
+    for (int64_t d : buffers.scale->dimensions()) one = one && d == 1;
+  if (float8 && !one) return invalid(op, "the scale must be one float32 number");
   if (a.products < 1 || a.products > schedule::kMaxProducts)
     return invalid(op, "products must be 1 to ", schedule::kMaxProducts, ", not ", a.products);
   int64_t finished = gather ? a.products : 1;  // results that have a bias and an activation
@@ -161,32 +186,48 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (auto fault = bias_fault(op, buffers.bias, (a.biased & 1) != 0, n, a.biased)) return *fault;
   if (a.activation < 0 || a.activation >> (8 * finished) != 0 || (a.activation & 0xff) >= schedule::kActivations)
     return invalid(op, "there is no activation ", a.activation);
-  for (int64_t d : {xd[0], replicate ? xd[0] * m_shard : m_shard, n, k})
-    if (d < 1 || d >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", d, " can't be tiled");
+  constexpr int64_t kLimit = int64_t{1} << 31;
+  for (int64_t d : {xd[0], m_shard, n, k})
+    if (d < 1 || d >= kLimit) return invalid(op, "a dimension of size ", d, " can't be tiled");
+  if (replicate && xd[0] * m_shard >= kLimit) return invalid(op, "a dimension of size ", xd[0] * m_shard, " can't be tiled");
   ffi::ErrorOr<schedule::Products> products = decode_products(op, a, buffers, n, k);
   if (products.has_error()) return ffi::Unexpected(products.error());
   bool fits = a.lead >= 0 && a.transport >= 0 && a.transport <= 1 && a.few_rows >= 0 && a.few_rows <= 1;
   for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers}) fits = fits && v >= 1;
-  for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers, a.lead}) fits = fits && v < (int64_t{1} << 31);
+  for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers, a.lead}) fits = fits && v < kLimit;
   if (!fits)
     return invalid(op, "the plan (tile_m ", a.tile_m, ", tile_n ", a.tile_n, ", raster ", a.raster, ", lead ", a.lead,
                    ", transport ", a.transport, ", pushers ", a.pushers, ", copiers ", a.copiers, ", few_rows ", a.few_rows,
                    ") is out of range");
+  for (int64_t v : {a.timeout_ms, a.stall_us})
+    if (v < 0 || v >= kLimit)
+      return invalid(op, "timeout and stall must be 0 to ", kLimit - 1, ", not ", a.timeout_ms, " ms and ", a.stall_us, " us");
   auto u32 = [](int64_t v) { return static_cast<uint32_t>(v); };
+  uint32_t tile_m = u32(a.tile_m), tile_n = u32(a.tile_n);
+  if (target == schedule::Target::kHost) {
+    // A worker holds a tile; what is larger than the result is as one that isn't.
+    uint32_t widest = u32(n);
+    for (uint32_t i = 1; gather && i < products->count; ++i) widest = schedule::larger(widest, products->sizes[i]);
+    tile_n = schedule::smaller(tile_n, schedule::larger(widest, schedule::kHostTileN));
+  }
   if (products->count > 1) {
-    uint64_t joined = products->joined(gather ? u32(a.tile_n) : 1);
-    if (joined >= (uint64_t{1} << 31)) return invalid(op, "a dimension of size ", joined, " can't be tiled");
+    uint64_t joined = products->joined(gather ? tile_n : 1);
+    if (joined >= uint64_t{kLimit}) return invalid(op, "a dimension of size ", joined, " can't be tiled");
     (gather ? n : k) = static_cast<int64_t>(joined);
   }
-  schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), u32(a.tile_m), u32(a.tile_n)};
+  double rows = double(xd[0]) * double(m_shard) * (replicate ? 1 : double(a.team_size));
+  for (double elements : {rows * double(k), rows * double(n), double(n) * double(k)})
+    if (elements >= kMaxElements) return invalid(op, "an array of ", elements, " elements is larger than any memory");
+  schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), tile_m, tile_n};
   if (replicate)
     g = schedule::all_reduce_geometry(g.ranks, g.batch * g.m_shard, g.n, g.k, g.tile_m, g.tile_n, schedule::chunk_unit(target));
+  if (target == schedule::Target::kHost) g.tile_m = schedule::smaller(g.tile_m, schedule::larger(g.m_shard, schedule::kHostTileM));
   // Positions and words are 32-bit; leave room for the parts of a tile and the claims past the end of the queue.
   if (double(g.ranks) * g.batch * g.row_blocks() * g.cols() * schedule::kSm90Parts >= double(1u << 31))
     return invalid(op, "the product has more tiles than a 32-bit queue can number");
   schedule::Plan plan{g.tile_m,
                       g.tile_n,
-                      u32(a.raster),
+                      schedule::smaller(u32(a.raster), g.chunk_rows()),  // so that a group's tiles are a 32-bit number
                       u32(a.lead),
                       static_cast<schedule::Transport>(a.transport),
                       u32(a.pushers),

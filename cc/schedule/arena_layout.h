@@ -73,9 +73,11 @@ struct ArenaLayout {
   constexpr uint64_t words() const { return uint64_t(ranks) * words_per_source; }
 };
 
-// The layout of a team's next arena: twice what the last one held, or what the call needs.
+// The layout of a team's next arena: twice what the last one held, or what the call needs. All sources' words together are
+// numbered in 32 bits.
 constexpr ArenaLayout grown(ArenaLayout const& last, ArenaDemand const& d) {
-  uint32_t words = larger(last.words_per_source * 2, d.words_per_source);
+  uint32_t most = ~0u / last.ranks, twice = last.words_per_source > most / 2 ? most : last.words_per_source * 2;
+  uint32_t words = larger(twice, d.words_per_source);
   uint64_t half = last.staging_half * 2 < d.staging_half ? d.staging_half : last.staging_half * 2;
   return {last.ranks, larger(words, 4096), half < (1u << 20) ? (1u << 20) : half};
 }

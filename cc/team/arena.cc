@@ -1,7 +1,12 @@
 #include "team/arena.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <map>
 #include <memory>
+#include <vector>
+
+#include "team/first_epoch.h"
 
 namespace entwine::team {
 namespace {
@@ -82,8 +87,14 @@ bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
   int nccl = nccl_->mem_alloc(&memory, bytes);
   cudaError_t error = cudaSuccess;
   if (nccl == 0) {
-    // Control and signals start as zeros; staging needs no start value.
-    error = cudaMemsetAsync(memory, 0, layout.staging_offset(0), stream_);
+    // Control starts as zeros but for the epoch, in the upper half of the queue's word; signals as the call before has raised
+    // them. Staging needs no start value.
+    uint32_t epoch = first_epoch();
+    std::vector<uint32_t> head(layout.staging_offset(0) / 4);
+    head[1] = epoch;
+    std::fill(head.begin() + static_cast<std::ptrdiff_t>(layout.signals_offset() / 4), head.end(),
+              schedule::signal_value(epoch - 1));
+    error = cudaMemcpyAsync(memory, head.data(), head.size() * 4, cudaMemcpyHostToDevice, stream_);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
   } else {
     cudaGetLastError();

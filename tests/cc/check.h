@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
@@ -21,6 +22,11 @@ inline void fail(char const* file, int line, std::string const& what) {
     std::cerr << "stopping after 20 failures" << std::endl;
     std::exit(1);
   }
+}
+
+// A number for reports: scripts read these lines, "count NAME VALUE".
+inline void count(char const* name, uint64_t value) {
+  std::printf("count %s %llu\n", name, static_cast<unsigned long long>(value));
 }
 
 inline int run(std::initializer_list<std::pair<char const*, void (*)()>> tests) {

@@ -129,6 +129,21 @@ void good_calls_decode() {
     }
 }
 
+// Numbers that are larger than the call has a use for are as good as those that it has.
+void plans_are_cut_to_size() {
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce}) {
+    Call call(op);
+    auto& a = call.attributes;
+    a.tile_m = a.tile_n = a.raster = a.lead = a.pushers = a.copiers = (int64_t{1} << 31) - 1;
+    auto problem = call.decode();
+    CHECK_THAT(problem.has_value(), problem.error().message());
+    if (!problem.has_value()) continue;
+    schedule::Geometry const& g = problem->geometry;
+    CHECK(g.tile_m == 32 && g.tile_n == 32 && problem->plan.tile_m == 32 && problem->plan.tile_n == 32);
+    CHECK(problem->plan.raster == g.chunk_rows());
+  }
+}
+
 // 2 x 41 rows for 4 ranks: 21 each, the last one 2 less; on a GPU 64 and 18, and none for the last two.
 void an_all_reduce_takes_any_rows() {
   Call call(Op::kMatmulAllReduce);
@@ -218,6 +233,8 @@ void bad_gatherings_are_named() {
       {[](Call& c) { c.gathered.clear(); }, {"z and its gathered whole"}},
       {[](Call& c) { c.z.pop_back(); }, {"z must have rank 3", "2"}},
       {[](Call& c) { c.z[1] = c.gathered[1] = 0; }, {"z has a dimension of size 0"}},
+      {[](Call& c) { c.z_type = c.gathered_type = ffi::S4; }, {"S4", "whole bytes"}},
+      {[](Call& c) { c.z[0] = c.gathered[0] = c.z[2] = c.gathered[2] = 1 << 30; }, {"too large to be gathered"}},
       {[](Call& c) { c.z[0] = c.gathered[0] = 1 << 24; }, {"row blocks", "16777216"}},
   };
   for (Fault const& fault : beside) check_fault(Call(Op::kMatmulReduceScatter).gathering(), fault);
@@ -229,6 +246,10 @@ void bad_calls_are_named() {
       {[](Call& c) { c.attributes.team_size = 9; }, {"2 to 8", "9"}},
       {[](Call& c) { c.attributes.team_size = 1; }, {"2 to 8", "1"}},
       {[](Call& c) { c.groups.pop_back(); }, {"groups", "3", "4"}},
+      {[](Call& c) { c.groups.clear(); }, {"groups", "0", "4"}},
+      {[](Call& c) { c.attributes.timeout_ms = int64_t{1} << 31; }, {"timeout", "2147483648 ms"}},
+      {[](Call& c) { c.attributes.stall_us = -1; }, {"stall", "-1 us"}},
+      {[](Call& c) { c.w[1] = c.y[2] = c.x[2] = c.w[0] = (int64_t{1} << 31) - 1; }, {"larger than any memory"}},
       {[](Call& c) { c.w[0] = 8; }, {"x", "contraction", "7", "w", "8"}},
       {[](Call& c) { ++(c.op == Op::kAllGatherMatmul ? c.y : c.x)[1]; }, {"41", "rows"}},
       {[](Call& c) { c.y[2] = 6; }, {"result", "6", "5"}},
@@ -311,6 +332,7 @@ void float8_has_a_scale() {
 int main() {
   using namespace entwine;
   return check::run({{"good calls decode", good_calls_decode},
+                     {"plans are cut to size", plans_are_cut_to_size},
                      {"an all-reduce takes any rows", an_all_reduce_takes_any_rows},
                      {"several products decode", several_products_decode},
                      {"bad calls are named", bad_calls_are_named},

@@ -235,8 +235,9 @@ std::vector<Program> programs(Fault fault) {
 }
 
 void nothing_goes_wrong() {
-  size_t states = 0;
+  size_t states = 0, checked = 0;
   for (Program const& program : programs(Fault::kNone)) {
+    ++checked;
     Model model(program);
     std::string fault = model.explore();
     states += model.states();
@@ -244,14 +245,18 @@ void nothing_goes_wrong() {
     CHECK_THAT(fault.empty(),
                program.ranks << " ranks, " << program.workers << " workers, lead " << program.lead << ": " << fault);
   }
-  std::printf("%zu states\n", states);
+  check::count("protocol_programs", checked);
+  check::count("protocol_states", states);
   CHECK(states > 500'000);
 }
 
+uint64_t broken_variants = 0, found_variants = 0;
+
 // Whether some program of this fault goes wrong with these words.
 bool goes_wrong(Fault fault, std::string const& words) {
+  ++broken_variants;
   for (Program const& program : programs(fault))
-    if (Model(program).explore().find(words) != std::string::npos) return true;
+    if (Model(program).explore().find(words) != std::string::npos) return ++found_variants, true;
   return false;
 }
 
@@ -266,9 +271,12 @@ void all_must_hear_from_all() { CHECK(goes_wrong(Fault::kHearsOneNeighbour, "dea
 
 int main() {
   using namespace entwine::schedule;
-  return check::run({{"nothing goes wrong", nothing_goes_wrong},
-                     {"one buffer is not enough", one_buffer_is_not_enough},
-                     {"own tiles first deadlock", own_tiles_first_deadlock},
-                     {"a signal before its bytes is found", a_signal_before_its_bytes_is_found},
-                     {"all must hear from all", all_must_hear_from_all}});
+  int failed = check::run({{"nothing goes wrong", nothing_goes_wrong},
+                           {"one buffer is not enough", one_buffer_is_not_enough},
+                           {"own tiles first deadlock", own_tiles_first_deadlock},
+                           {"a signal before its bytes is found", a_signal_before_its_bytes_is_found},
+                           {"all must hear from all", all_must_hear_from_all}});
+  check::count("protocol_broken_variants", broken_variants);
+  check::count("protocol_broken_variants_found", found_variants);
+  return failed;
 }

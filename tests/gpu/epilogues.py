@@ -20,6 +20,7 @@ from harness import (
     integers,
     mesh_of,
     per_shard,
+    placed,
     put,
     team_size,
 )
@@ -69,10 +70,9 @@ def by_turns(turns: int = 20) -> None:
     cases = [Case(op, m_shard, 648, 328) for op in OPS for m_shard in (16, 200)]
     inputs, wants, results = {}, {}, []
     for case, seed in itertools.product(cases, range(3)):
-        x_spec, w_spec, _ = case.specs(AXIS)
         x, w = integers(case, ranks, seed)
         bias = bias_of(case, ranks, seed)
-        inputs[case, seed] = put(x, mesh, x_spec), put(w, mesh, w_spec), put(bias, mesh, bias_spec(case))
+        inputs[case, seed] = *placed(case, mesh, x, w), put(bias, mesh, bias_spec(case))
         sums = exact_product(case, ranks, x, w)
         for biased, activation in ((False, None), (True, "relu")):
             wants[case, seed, biased] = finished(sums, bias if biased else bias * 0, activation)

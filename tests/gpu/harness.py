@@ -80,10 +80,17 @@ def per_shard(case: Case, axis: Hashable = AXIS, **options: Any) -> Callable[[ja
     return lambda x, w: op(x, w, axis, **options)
 
 
+def spread(
+    case: Case, mesh: Mesh, rank: Callable[..., Any], axis: Hashable = AXIS, check_vma: bool = True
+) -> Callable[..., Any]:
+    """A rank's work as a function of global x and w."""
+    x, w, y = case.specs(axis)
+    return jax.shard_map(rank, mesh=mesh, in_specs=(x, w), out_specs=y, check_vma=check_vma)
+
+
 @functools.lru_cache(maxsize=256)
 def _program(case: Case, mesh: Mesh, axis: Hashable, options: tuple[tuple[str, Any], ...]) -> Callable[..., jax.Array]:
-    x, w, y = case.specs(axis)
-    return jax.jit(jax.shard_map(per_shard(case, axis, **dict(options)), mesh=mesh, in_specs=(x, w), out_specs=y))
+    return jax.jit(spread(case, mesh, per_shard(case, axis, **dict(options)), axis))
 
 
 def program(case: Case, mesh: Mesh, axis: Hashable = AXIS, **options: Any) -> Callable[..., jax.Array]:
@@ -97,6 +104,12 @@ def program(case: Case, mesh: Mesh, axis: Hashable = AXIS, **options: Any) -> Ca
 def put(value: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     """Works with several processes too, each of which has the whole value."""
     return jax.make_array_from_callback(value.shape, NamedSharding(mesh, spec), lambda index: value[index])
+
+
+def placed(case: Case, mesh: Mesh, x: np.ndarray, w: np.ndarray, axis: Hashable = AXIS) -> tuple[jax.Array, jax.Array]:
+    """x and w on the mesh as the op wants them."""
+    x_spec, w_spec, _ = case.specs(axis)
+    return put(x, mesh, x_spec), put(w, mesh, w_spec)
 
 
 def integers(case: Case, ranks: int, seed: int, dtype: Any = jnp.bfloat16) -> tuple[np.ndarray, np.ndarray]:
@@ -203,6 +216,19 @@ def mismatches(case: Case, got: np.ndarray, want: np.ndarray, tile: tuple[int, i
 def assert_equal(case: Case, got: Any, want: Any) -> None:
     message = mismatches(case, np.asarray(got), np.asarray(want))
     assert not message, message
+
+
+def check_exact(case: Case, seed: int = 0, operand: Any = jnp.bfloat16, dtype: Any = None, **options: Any) -> None:
+    """One call on integers, whose result is of `dtype` or of the operands', by all devices as one team."""
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    if dtype is not None:
+        options["preferred_element_type"] = dtype
+    x, w = integers(case, ranks, seed, operand)
+    poison(case, mesh, dtype=dtype or operand)
+    y = program(case, mesh, **options)(*placed(case, mesh, x, w))
+    assert y.dtype == (dtype or operand)
+    assert_shards_equal(case, y, exact_product(case, ranks, x, w))
 
 
 @jax.jit

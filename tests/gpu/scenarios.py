@@ -31,11 +31,13 @@ from harness import (
     integers,
     mesh_of,
     per_shard,
+    placed,
     program,
     put,
     reference,
     team_size,
 )
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,8 +49,7 @@ def check_exact(case: Case, mesh: Mesh, seed: int) -> None:
     """One call on fresh integers, compared by every process with its part of the float64 product."""
     ranks = team_size(mesh)
     x, w = integers(case, ranks, seed)
-    x_spec, w_spec, _ = case.specs(AXIS)
-    y = program(case, mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+    y = program(case, mesh)(*placed(case, mesh, x, w))
     assert_shards_equal(case, y, exact_product(case, ranks, x, w))
 
 
@@ -294,12 +295,62 @@ def late_peer() -> None:
     raise AssertionError(f"a peer late by about {seconds:.1f} s was no error")
 
 
+def peer(fate: str, process: str, port: str) -> None:
+    """One of two processes that make calls without end, one GPU each. Process 1 is killed or stopped from outside, or
+    makes no more calls after a while (its program lacks them); process 0 must hear of it. See peers.py."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(process), local_device_ids=[int(process)])
+    mesh = mesh_of(jax.devices()[:2])
+    inputs = []
+    for case in RAGGED.values():
+        check_exact(case, mesh, seed=1)
+        x, w = integers(case, 2, 1)
+        x_spec, w_spec, _ = case.specs(AXIS)
+        inputs.append((case, put(x, mesh, x_spec), put(w, mesh, w_spec)))
+    print("making calls", flush=True)
+    start = time.monotonic()
+    while fate != "lacking" or process == "0" or time.monotonic() - start < 1:
+        for case, x, w in inputs:
+            try:
+                jax.block_until_ready(program(case, mesh)(x, w))
+            except Exception as error:
+                print(f"raised {time.monotonic() - start:.1f} s after the first call:", error, flush=True)
+                time.sleep(1)  # what a kernel waited for comes on stderr
+                return
+    time.sleep(60)
+
+
+def absent(op: str) -> None:
+    """One process: rank 1's program lacks the call that rank 0 makes."""
+    case, mesh = RAGGED[op], mesh_of()
+    ranks = team_size(mesh)
+    check_exact(case, mesh, seed=1)
+    x_spec, w_spec, y_spec = case.specs(AXIS)
+    call = per_shard(case)
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jax.eval_shape(call, x, w)
+        return lax.cond(lax.axis_index(AXIS) == 1, lambda: jnp.zeros(y.shape, y.dtype), lambda: call(x, w))
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False))
+    x, w = (put(value, mesh, spec) for value, spec in zip(integers(case, ranks, 1), (x_spec, w_spec), strict=True))
+    start = time.monotonic()
+    try:
+        jax.block_until_ready(run(x, w))
+    except Exception as error:
+        print(f"raised after {time.monotonic() - start:.1f} s:", error)
+        time.sleep(1)
+        return
+    raise AssertionError("a call that a rank lacks was no error")
+
+
 SCENARIOS: dict[str, Callable[..., None]] = {
+    "absent": absent,
     "arena_full": arena_full,
     "cold": cold,
     "distributed": distributed,
     "graphs": graphs,
     "late_peer": late_peer,
+    "peer": peer,
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from harness import (
     ALL_GATHER,
-    AXIS,
     OPS,
     REDUCE_SCATTER,
     Case,
@@ -13,8 +12,8 @@ from harness import (
     exact_product,
     integers,
     mesh_of,
+    placed,
     program,
-    put,
     team_size,
 )
 
@@ -24,9 +23,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 def run(case, dtype, **options):
     mesh = mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, _ = case.specs(AXIS)
     x, w = (value.astype(dtype) for value in integers(case, ranks, 0))
-    return program(case, mesh, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+    return program(case, mesh, **options)(*placed(case, mesh, x, w))
 
 
 def works(op):
@@ -61,20 +59,18 @@ def test_auto_takes_them(op, n, k, dtype):
 
 
 def test_rows_not_shared_evenly():
-    mesh = mesh_of()
+    case, mesh = Case(REDUCE_SCATTER, 1, 64, 64), mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, _ = Case(REDUCE_SCATTER, 1, 64, 64).specs(AXIS)
     x, w = np.ones((ranks * 16 + 1, ranks * 64), jnp.bfloat16), np.ones((ranks * 64, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=rf"matmul_reduce_scatter.*{ranks * 16 + 1}"):
-        program(Case(REDUCE_SCATTER, 1, 64, 64), mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+        program(case, mesh)(*placed(case, mesh, x, w))
     works(REDUCE_SCATTER)
 
 
 def test_wrong_contraction():
-    mesh = mesh_of()
+    case, mesh = Case(ALL_GATHER, 1, 64, 64), mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, _ = Case(ALL_GATHER, 1, 64, 64).specs(AXIS)
     x, w = np.ones((ranks * 16, 64), jnp.bfloat16), np.ones((72, ranks * 64), jnp.bfloat16)
     with pytest.raises(TypeError, match=r"all_gather_matmul.*64.*72"):
-        program(Case(ALL_GATHER, 1, 64, 64), mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+        program(case, mesh)(*placed(case, mesh, x, w))
     works(ALL_GATHER)

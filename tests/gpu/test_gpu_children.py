@@ -1,4 +1,4 @@
-"""What needs processes of its own: XLA's flags, the first call, one process a GPU, exhausted memory, a late peer."""
+"""What needs processes of its own: XLA's flags, the first call, one process a GPU, full memory, peers that fail."""
 
 import os
 import pathlib
@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 from harness import OPS
+from peers import FATES, SAID, meet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
@@ -85,3 +86,17 @@ def test_late_peer():
     # The one that waits, the one that it waits for, and where.
     for words in ("matmul_reduce_scatter: rank 0", "for rank 1", "row", "column", "epoch", "ENTWINE_TIMEOUT_S"):
         assert words in output, f"no {words!r} in:\n{output[-4000:]}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rank_without_the_call(op):
+    (output,) = finish(start("absent", op, ENTWINE_TIMEOUT_S="2"))
+    said = SAID.search(output)
+    assert said is not None and op in said[0], output[-4000:]
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_peer_that(fate):
+    """is killed, is stopped, or lacks calls, in a process of its own."""
+    outcome = meet(fate)
+    assert outcome.in_time, f"{outcome}\n{outcome.output[-6000:]}"

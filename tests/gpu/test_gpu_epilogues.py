@@ -20,6 +20,7 @@ from harness import (
     gaussians,
     integers,
     mesh_of,
+    placed,
     poison,
     put,
     relative_error,
@@ -119,7 +120,7 @@ def test_values(case, activation):
     mesh = mesh_of()
     ranks = team_size(mesh)
     x_spec, w_spec, y_spec = case.specs(AXIS)
-    x, w = (put(v, mesh, s) for v, s in zip(gaussians(case, ranks, 1), (x_spec, w_spec), strict=True))
+    x, w = placed(case, mesh, *gaussians(case, ranks, 1))
     b_spec = bias_spec(case)
     bias = np.random.default_rng(2).standard_normal(case.w_shape(ranks)[1], np.float32)
     exact = jax.jit(

@@ -2,19 +2,17 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
     ALL_GATHER,
     ALL_REDUCE,
-    AXIS,
     OPS,
     Case,
     assert_close,
     assert_equal,
-    assert_shards_equal,
+    check_exact,
     count_different,
     exact_product,
     gaussians,
@@ -22,10 +20,11 @@ from harness import (
     mesh_of,
     on_device,
     per_shard,
+    placed,
     poison,
     program,
-    put,
     reference,
+    spread,
     team_size,
 )
 
@@ -36,26 +35,13 @@ from entwine_jax import Config
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
 
-def check(case, seed=0, dtype=jnp.bfloat16, **options):
-    mesh = mesh_of()
-    ranks = team_size(mesh)
-    x_spec, w_spec, _ = case.specs(AXIS)
-    if dtype != jnp.bfloat16:
-        options["preferred_element_type"] = dtype
-    x, w = integers(case, ranks, seed)
-    poison(case, mesh, dtype=dtype)
-    y = program(case, mesh, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
-    assert y.dtype == dtype
-    assert_shards_equal(case, y, exact_product(case, ranks, x, w))
-
-
 RAGGED = list(itertools.product((1, 100, 129), (8, 136, 4104), (8, 72, 4104)))
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("m_shard, n, k", RAGGED)
 def test_ragged(op, m_shard, n, k):
-    check(Case(op, m_shard, n, k))
+    check_exact(Case(op, m_shard, n, k))
 
 
 @pytest.mark.parametrize("few_rows", [True, False], ids=["few", "tiles"])
@@ -64,7 +50,7 @@ def test_ragged(op, m_shard, n, k):
 def test_few_rows(op, dtype, few_rows):
     """Both kernels that can take them, on rows for each room and w cut into 1 to 8 slices."""
     for m_shard, n, k in ((1, 8, 8), (7, 1792, 4104), (31, 3584, 8192), (64, 8192, 3592), (3, 20000, 1000)):
-        check(Case(op, m_shard, n, k), dtype=dtype, config=Config(few_rows=few_rows))
+        check_exact(Case(op, m_shard, n, k), dtype=dtype, config=Config(few_rows=few_rows))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
@@ -73,17 +59,16 @@ def test_few_rows(op, dtype, few_rows):
     [(1, (), 8, 8), (33, (), 264, 72), (65, (3,), 136, 136), (129, (), 776, 520), (700, (2,), 520, 264)],
 )
 def test_all_reduce_of_rows_that_ranks_cannot_share(m_shard, batch, n, k, dtype):
-    check(Case(ALL_REDUCE, m_shard, n, k, batch, odd=1), dtype=dtype)
+    check_exact(Case(ALL_REDUCE, m_shard, n, k, batch, odd=1), dtype=dtype)
 
 
 def test_all_reduce_is_the_same_on_every_rank():
     """To the bit, on numbers whose sums are rounded."""
     case, mesh = Case(ALL_REDUCE, 300, 1032, 1032, odd=1), mesh_of()
-    x_spec, w_spec, _ = case.specs(AXIS)
     x, w = gaussians(case, team_size(mesh), 1)
     first, *others = (
         np.asarray(shard.data).view(np.uint16)
-        for shard in program(case, mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec)).addressable_shards
+        for shard in program(case, mesh)(*placed(case, mesh, x, w)).addressable_shards
     )
     for other in others:
         np.testing.assert_array_equal(other, first)
@@ -95,10 +80,9 @@ def test_all_reduce_is_the_same_on_every_rank():
 )
 def test_float32_result(op, m_shard, n, k):
     case, mesh = Case(op, m_shard, n, k), mesh_of()
-    check(case, dtype=jnp.float32)
-    x_spec, w_spec, _ = case.specs(AXIS)
+    check_exact(case, dtype=jnp.float32)
     x, w = gaussians(case, team_size(mesh), 1)
-    x, w = put(x, mesh, x_spec), put(w, mesh, w_spec)
+    x, w = placed(case, mesh, x, w)
     got = program(case, mesh, preferred_element_type=jnp.float32)(x, w)
     # The tensor cores cut, rather than round, what falls off the end of a float32 sum.
     assert_close(case, got, reference(case, mesh)(x, w)[0], 1e-4)
@@ -109,17 +93,16 @@ def test_float32_result(op, m_shard, n, k):
     "batch, m_shard, n, k", [((3,), 1, 8, 8), ((3,), 100, 136, 72), ((2, 3), 129, 264, 136), ((5,), 256, 256, 64)]
 )
 def test_batches(op, batch, m_shard, n, k):
-    check(Case(op, m_shard, n, k, batch))
+    check_exact(Case(op, m_shard, n, k, batch))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_not_jitted(op):
     case, mesh = Case(op, 136, 264, 200), mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, y_spec = case.specs(AXIS)
     x, w = integers(case, ranks, 3)
-    eager = jax.shard_map(per_shard(case), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec)
-    assert_equal(case, eager(put(x, mesh, x_spec), put(w, mesh, w_spec)), exact_product(case, ranks, x, w))
+    eager = spread(case, mesh, per_shard(case))
+    assert_equal(case, eager(*placed(case, mesh, x, w)), exact_product(case, ranks, x, w))
 
 
 def check_large(shape: Shape):

@@ -1,5 +1,7 @@
 """float16 operands: every kernel of theirs, to the bit, and rounded as float16 is."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,15 +14,17 @@ from harness import (
     assert_close,
     assert_equal,
     assert_shards_equal,
+    check_exact,
     exact_product,
     gaussians,
     integers,
     mesh_of,
     per_shard,
-    poison,
+    placed,
     program,
     put,
     reference,
+    spread,
     team_size,
 )
 
@@ -30,17 +34,7 @@ from entwine_jax import Config
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
 
-def check(case, seed=0, dtype=jnp.float16, **options):
-    mesh = mesh_of()
-    ranks = team_size(mesh)
-    x_spec, w_spec, _ = case.specs(AXIS)
-    if dtype != jnp.float16:
-        options["preferred_element_type"] = dtype
-    x, w = integers(case, ranks, seed, jnp.float16)
-    poison(case, mesh, dtype=dtype)
-    y = program(case, mesh, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
-    assert y.dtype == dtype
-    assert_shards_equal(case, y, exact_product(case, ranks, x, w))
+check = functools.partial(check_exact, operand=jnp.float16)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -69,9 +63,8 @@ def test_few_rows(op, dtype):
 def test_random(op, m_shard, n, k):
     """Three more bits than bfloat16 has."""
     case, mesh = Case(op, m_shard, n, k), mesh_of()
-    x_spec, w_spec, _ = case.specs(AXIS)
     x, w = gaussians(case, team_size(mesh), 1, jnp.float16)
-    x, w = put(x, mesh, x_spec), put(w, mesh, w_spec)
+    x, w = placed(case, mesh, x, w)
     want = reference(case, mesh)(x, w)[0]
     assert_close(case, program(case, mesh)(x, w), want, 5e-4)
     assert_close(case, program(case, mesh, preferred_element_type=jnp.float32)(x, w), want, 1e-4)
@@ -95,15 +88,15 @@ def test_large_and_small_numbers(op):
 def test_gradients(op):
     case, mesh = Case(op, 129, 136, 264), mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, y_spec = case.specs(AXIS)
+    y_spec = case.specs(AXIS)[2]
     rng = np.random.default_rng(1)
     x, w, dy = (
         (rng.integers(-1, 2, shape(ranks)) * (rng.random(shape(ranks)) < 0.5)).astype(np.float16)
         for shape in (case.x_shape, case.w_shape, case.y_shape)
     )
-    run = jax.shard_map(per_shard(case), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec)
+    run = spread(case, mesh, per_shard(case))
     backward = jax.jit(lambda x, w, dy: jax.vjp(run, x, w)[1](dy))
-    dx, dw = backward(put(x, mesh, x_spec), put(w, mesh, w_spec), put(dy, mesh, y_spec))
+    dx, dw = backward(*placed(case, mesh, x, w), put(dy, mesh, y_spec))
     assert dx.dtype == dw.dtype == jnp.float16
     x, w, dy = (value.astype(np.float64) for value in (x, w, dy))
     assert_equal(case, dx, dy @ w.T)
@@ -114,9 +107,8 @@ def test_a_float32_cotangent_is_not_rounded():
     """Its product is one of float32, XLA's, and `explain` says so; the forward pass is fused."""
     case, mesh = Case(ALL_GATHER, 2048, 4096, 4096), mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, y_spec = case.specs(AXIS)
     call = per_shard(case, strategy="auto", preferred_element_type=jnp.float32)
-    run = jax.shard_map(call, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec)
+    run = spread(case, mesh, call)
     shapes = [jax.ShapeDtypeStruct(shape(ranks), jnp.float16) for shape in (case.x_shape, case.w_shape)]
     forward, backward = entwine_jax.explain(jax.grad(lambda x, w: run(x, w).sum(), (0, 1)), *shapes)
     assert (forward.strategy, backward.strategy) == ("fused", "xla")

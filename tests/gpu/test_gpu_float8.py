@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from epilogues import bias_of, bias_spec
 from harness import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -20,10 +21,12 @@ from harness import (
     integers,
     mesh_of,
     per_shard,
+    placed,
     poison,
     put,
     reference,
     relative_error,
+    spread,
     team_size,
 )
 from jax.sharding import NamedSharding
@@ -39,19 +42,17 @@ SCALES = jnp.float32(0.5), jnp.float32(0.25)
 
 
 def program(case, mesh, **options):
-    x, w, y = case.specs(AXIS)
     call = per_shard(case, **{"scales": SCALES, "preferred_element_type": jnp.bfloat16, **options})
-    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(x, w), out_specs=y))
+    return jax.jit(spread(case, mesh, call))
 
 
 def check(case, seed=0, x_dtype=E4M3, dtype=jnp.bfloat16, **options):
     mesh = mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, _ = case.specs(AXIS)
     x, w = integers(case, ranks, seed)
     poison(case, mesh, dtype=dtype)
     run = program(case, mesh, preferred_element_type=dtype, **options)
-    y = run(put(x.astype(x_dtype), mesh, x_spec), put(w.astype(E4M3), mesh, w_spec))
+    y = run(*placed(case, mesh, x.astype(x_dtype), w.astype(E4M3)))
     assert y.dtype == dtype
     assert_shards_equal(case, y, exact_product(case, ranks, x, w) / 8)
 
@@ -89,7 +90,7 @@ def test_each_rank_has_its_own_scale(op):
         return getattr(entwine_jax, op)(x, w, AXIS, scales=scales, strategy="fused", preferred_element_type=jnp.float32)
 
     run = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec))
-    y = run(put(x.astype(E4M3), mesh, x_spec), put(w.astype(E4M3), mesh, w_spec))
+    y = run(*placed(case, mesh, x.astype(E4M3), w.astype(E4M3)))
     x, w = x.astype(np.float64), w.astype(np.float64)
     parts = ((1 + r) * x[:, r * case.k : (r + 1) * case.k] @ w[r * case.k : (r + 1) * case.k] for r in range(ranks))
     assert_shards_equal(case, y, sum(parts))
@@ -110,21 +111,46 @@ def test_gathered():
     )
     specs = (y_spec, P(None))
     run = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=specs, check_vma=False))
-    y, rows = run(put(x.astype(E4M3), mesh, x_spec), put(w.astype(E4M3), mesh, w_spec))
+    y, rows = run(*placed(case, mesh, x.astype(E4M3), w.astype(E4M3)))
     assert_shards_equal(case, y, exact_product(case, ranks, x, w) / 8)
     assert rows.dtype == E4M3
     assert_shards_equal(case, rows, x.astype(np.float64))
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_epilogues(op):
+    """Bias, relu and w as it lies, by the op and under automatic sharding: one call each, and no copy of w."""
+    case, mesh = Case(op, 136, 264, 144), mesh_of()
+    ranks = team_size(mesh)
+    x_spec, w_spec, y_spec = case.specs(AXIS)
+    x, w = integers(case, ranks, 7)
+    bias = bias_of(case, ranks, 7)
+    options = {"scales": SCALES, "preferred_element_type": jnp.float32, "activation": "relu", "transpose_w": True}
+    specs = x_spec, P(*w_spec[::-1]), bias_spec(case)
+    args = [put(v, mesh, s) for v, s in zip((x.astype(E4M3), w.T.astype(E4M3), bias), specs, strict=True)]
+
+    def rank(x, w, b):
+        return per_shard(case, bias=b, **options)(x, w)
+
+    def automatic(x, w, b):
+        out = NamedSharding(mesh, y_spec)
+        return entwine_jax.collective_matmul(x, w, bias=b, out_sharding=out, strategy="fused", **options)
+
+    for f in (jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=y_spec), automatic):
+        (matmul,) = entwine_jax.explain(f, *args)
+        assert (matmul.op, matmul.bias, matmul.activation) == (op, True, "relu") and "copy" not in matmul.reason
+        assert_shards_equal(case, jax.jit(f)(*args), np.maximum(exact_product(case, ranks, x, w) / 8 + bias, 0))
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_collective_matmul(op):
     """Under automatic sharding."""
     case, mesh = Case(op, 136, 264, 144), mesh_of()
-    x_spec, w_spec, y_spec = case.specs(AXIS)
+    y_spec = case.specs(AXIS)[2]
     x, w = integers(case, team_size(mesh), 6)
     options = {"scales": SCALES, "preferred_element_type": jnp.bfloat16, "strategy": "fused"}
     run = jax.jit(lambda x, w: entwine_jax.collective_matmul(x, w, out_sharding=NamedSharding(mesh, y_spec), **options))
-    x8, w8 = put(x.astype(E4M3), mesh, x_spec), put(w.astype(E4M3), mesh, w_spec)
+    x8, w8 = placed(case, mesh, x.astype(E4M3), w.astype(E4M3))
     assert [matmul.op for matmul in entwine_jax.explain(run, x8, w8)] == [op]
     assert_shards_equal(case, run(x8, w8), exact_product(case, team_size(mesh), x, w) / 8)
 
@@ -135,12 +161,11 @@ def test_collective_matmul(op):
 def test_random(op, x_dtype, m_shard, n, k):
     """The tensor cores cut sums of float8 products to some 14 bits as they go."""
     case, mesh = Case(op, m_shard, n, k), mesh_of()
-    x_spec, w_spec, _ = case.specs(AXIS)
     x, w = gaussians(case, team_size(mesh), 1)
     x, w = (np.asarray(x, np.float32) * 32).astype(x_dtype), (np.asarray(w, np.float32) * 256).astype(E4M3)
-    want = reference(case, mesh)(put(x, mesh, x_spec), put(w, mesh, w_spec))[0] / 8
+    want = reference(case, mesh)(*placed(case, mesh, x, w))[0] / 8
     for dtype in (jnp.float32, jnp.bfloat16):
-        got = program(case, mesh, preferred_element_type=dtype)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+        got = program(case, mesh, preferred_element_type=dtype)(*placed(case, mesh, x, w))
         assert_close(case, got, want, 1e-2)
 
 
@@ -163,7 +188,7 @@ def test_gradients(op, check_vma):
     ranks = team_size(mesh)
     x_spec, w_spec, y_spec = case.specs(AXIS)
     x, w = gaussians(case, ranks, 1)
-    x, w = put(x, mesh, x_spec), put(w, mesh, w_spec)
+    x, w = placed(case, mesh, x, w)
     rng = np.random.default_rng(2)
     dy = put(rng.standard_normal(case.y_shape(ranks)).astype(jnp.bfloat16), mesh, y_spec)
 

@@ -17,6 +17,7 @@ from harness import (
     integers,
     mesh_of,
     per_shard,
+    placed,
     put,
     relative_error,
     team_size,
@@ -50,10 +51,9 @@ def poison_gathered(case, mesh):
 def check(case, seed, **options):
     mesh = mesh_of()
     ranks = team_size(mesh)
-    x_spec, w_spec, _ = case.specs(AXIS)
     x, w = integers(case, ranks, seed)
     poison_gathered(case, mesh)
-    y, gathered = gathering(case, mesh, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+    y, gathered = gathering(case, mesh, **options)(*placed(case, mesh, x, w))
     assert_equal(case, y, exact_product(case, ranks, x, w))
     for copy in np.split(np.asarray(gathered), ranks, axis=-1):
         assert_equal(case, copy, x)
@@ -178,7 +178,7 @@ def test_the_backward_pass_has_no_other_collective(op, residuals):
     options = {"residuals": residuals} if op == ALL_GATHER else {}
     x_spec, w_spec, y_spec = case.specs(AXIS)
     run = jax.shard_map(per_shard(case, **options), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec)
-    x, w = (put(v, mesh, s) for v, s in zip(integers(case, ranks, 1), (x_spec, w_spec), strict=True))
+    x, w = placed(case, mesh, *integers(case, ranks, 1))
     gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(run(x, w).astype(jnp.float32))), (0, 1)))
     text = gradient.lower(x, w).compile().as_text()
     for op_name in (ALL_GATHER, REDUCE_SCATTER):

@@ -13,8 +13,10 @@ from harness import (
     assert_equal,
     mesh_of,
     per_shard,
+    placed,
     put,
     relative_error,
+    spread,
     team_size,
 )
 from jax.sharding import PartitionSpec as P
@@ -38,16 +40,16 @@ def test_exact(op, check_vma, m_shard, n, k):
     case, mesh = Case(op, m_shard, n, k, (2,)), mesh_of()
     ranks = team_size(mesh)
     rng = np.random.default_rng(1)
-    x_spec, w_spec, y_spec = case.specs(AXIS)
+    y_spec = case.specs(AXIS)[2]
     terms = max(case.x_shape(ranks)[-1], case.w_shape(ranks)[1], 2 * ranks * m_shard)
     x, w, dy = (sparse(rng, s(ranks), terms) for s in (case.x_shape, case.w_shape, case.y_shape))
-    run = jax.shard_map(per_shard(case), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=check_vma)
+    run = spread(case, mesh, per_shard(case), check_vma=check_vma)
 
     @jax.jit
     def backward(x, w, dy):
         return jax.vjp(run, x, w)[1](dy)
 
-    dx, dw = backward(put(x, mesh, x_spec), put(w, mesh, w_spec), put(dy, mesh, y_spec))
+    dx, dw = backward(*placed(case, mesh, x, w), put(dy, mesh, y_spec))
     x, w, dy = (value.astype(np.float64) for value in (x, w, dy))
     assert_equal(case, dx, dy @ w.T)
     assert_equal(case, dw, np.einsum("bmk,bmn->kn", x, dy, optimize=True))

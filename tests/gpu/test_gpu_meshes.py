@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from harness import AXIS, OPS, Case, assert_equal, exact_product, integers, mesh_of, program, put, team_size
+from harness import AXIS, OPS, Case, assert_equal, exact_product, integers, mesh_of, placed, program, team_size
 from jax.sharding import Mesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
@@ -14,9 +14,8 @@ def check(mesh, axis=AXIS, **options):
     ranks = team_size(mesh, axis)
     for seed, op in enumerate(OPS):
         case = Case(op, 136, 520, 264)
-        x_spec, w_spec, _ = case.specs(axis)
         x, w = integers(case, ranks, seed)
-        y = program(case, mesh, axis, **options)(put(x, mesh, x_spec), put(w, mesh, w_spec))
+        y = program(case, mesh, axis, **options)(*placed(case, mesh, x, w, axis))
         want = exact_product(case, ranks, x, w)
         assert_equal(case, y, want)
         for shard in y.addressable_shards:

@@ -17,8 +17,10 @@ from harness import (
     integers,
     mesh_of,
     per_shard,
+    placed,
     poison,
     put,
+    spread,
     team_size,
 )
 
@@ -55,14 +57,11 @@ def test_donated_arguments(op, donated):
     ranks = team_size(mesh)
     # x, w and y of one size, so that their memory can change roles.
     case = Case(op, 264, 264 * ranks, 264 * ranks)
-    x_spec, w_spec, y_spec = case.specs(AXIS)
-    run = jax.jit(
-        jax.shard_map(per_shard(case), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec), donate_argnums=donated
-    )
+    run = jax.jit(spread(case, mesh, per_shard(case)), donate_argnums=donated)
     poison(case, mesh)
     for seed in range(6):
         x, w = integers(case, ranks, seed)
-        assert_equal(case, run(put(x, mesh, x_spec), put(w, mesh, w_spec)), exact_product(case, ranks, x, w))
+        assert_equal(case, run(*placed(case, mesh, x, w)), exact_product(case, ranks, x, w))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -111,51 +111,24 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // One step of 32 bytes in k; n is twice the accumulators' count. `kTransposeB`: B's contiguous dimension is n (w stored [k, n])
 // rather than k; 16-bit operands only. D is overwritten unless `accumulate`.
-template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
-__device__ __forceinline__ void wgmma_step(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N256("k16.f32.bf16.bf16", ", %132, %131");
-  else if constexpr (kOperands == Operands::kF16)
-    ENTWINE_WGMMA_N256("k16.f32.f16.f16", ", %132, %131");
-  else if constexpr (kOperands == Operands::kE4m3)
-    ENTWINE_WGMMA_N256("k32.f32.e4m3.e4m3", "");
-  else
-    ENTWINE_WGMMA_N256("k32.f32.e5m2.e4m3", "");
-}
-template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
-__device__ __forceinline__ void wgmma_step(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N128("k16.f32.bf16.bf16", ", %68, %67");
-  else if constexpr (kOperands == Operands::kF16)
-    ENTWINE_WGMMA_N128("k16.f32.f16.f16", ", %68, %67");
-  else if constexpr (kOperands == Operands::kE4m3)
-    ENTWINE_WGMMA_N128("k32.f32.e4m3.e4m3", "");
-  else
-    ENTWINE_WGMMA_N128("k32.f32.e5m2.e4m3", "");
-}
-template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
-__device__ __forceinline__ void wgmma_step(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N64("k16.f32.bf16.bf16", ", %36, %35");
-  else if constexpr (kOperands == Operands::kF16)
-    ENTWINE_WGMMA_N64("k16.f32.f16.f16", ", %36, %35");
-  else if constexpr (kOperands == Operands::kE4m3)
-    ENTWINE_WGMMA_N64("k32.f32.e4m3.e4m3", "");
-  else
-    ENTWINE_WGMMA_N64("k32.f32.e5m2.e4m3", "");
-}
-template <Operands kOperands, int kTransposeB, int kTransposeA = 0>
-__device__ __forceinline__ void wgmma_step(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (kOperands == Operands::kBf16)
-    ENTWINE_WGMMA_N16("k16.f32.bf16.bf16", ", %12, %11");
-  else if constexpr (kOperands == Operands::kF16)
-    ENTWINE_WGMMA_N16("k16.f32.f16.f16", ", %12, %11");
-  else if constexpr (kOperands == Operands::kE4m3)
-    ENTWINE_WGMMA_N16("k32.f32.e4m3.e4m3", "");
-  else
-    ENTWINE_WGMMA_N16("k32.f32.e5m2.e4m3", "");
-}
+#define ENTWINE_WGMMA_STEP(accumulators, instruction, transposes)                                                 \
+  template <Operands kOperands, int kTransposeB, int kTransposeA = 0>                                             \
+  __device__ __forceinline__ void wgmma_step(float (&d)[accumulators], uint64_t a, uint64_t b, bool accumulate) { \
+    if constexpr (kOperands == Operands::kBf16)                                                                   \
+      instruction("k16.f32.bf16.bf16", transposes);                                                               \
+    else if constexpr (kOperands == Operands::kF16)                                                               \
+      instruction("k16.f32.f16.f16", transposes);                                                                 \
+    else if constexpr (kOperands == Operands::kE4m3)                                                              \
+      instruction("k32.f32.e4m3.e4m3", "");                                                                       \
+    else                                                                                                          \
+      instruction("k32.f32.e5m2.e4m3", "");                                                                       \
+  }
+ENTWINE_WGMMA_STEP(128, ENTWINE_WGMMA_N256, ", %132, %131")
+ENTWINE_WGMMA_STEP(64, ENTWINE_WGMMA_N128, ", %68, %67")
+ENTWINE_WGMMA_STEP(32, ENTWINE_WGMMA_N64, ", %36, %35")
+ENTWINE_WGMMA_STEP(8, ENTWINE_WGMMA_N16, ", %12, %11")
 
+#undef ENTWINE_WGMMA_STEP
 #undef ENTWINE_WGMMA_N256
 #undef ENTWINE_WGMMA_N128
 #undef ENTWINE_WGMMA_N64

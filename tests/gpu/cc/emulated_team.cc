@@ -16,7 +16,6 @@ using schedule::Transport;
 
 namespace {
 
-constexpr uint64_t kTimeoutNs = 5'000'000'000;
 constexpr uint64_t kGap = 1024;
 constexpr int kPoison = 0xff;
 // All ranks' kernels are resident at once, and something is left for the tests' own small kernels.
@@ -199,7 +198,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.arenas = arenas_.data();
   call.rank = rank.number;
   call.multiprocessors = multiprocessors == 0 ? rank.multiprocessors : schedule::smaller(multiprocessors, rank.multiprocessors);
-  call.timeout_ns = kTimeoutNs;
+  call.timeout_ns = patience() * uint64_t{250'000'000};  // sooner than the watchdog: the kernel knows what it waits for
   call.stuck = stuck_;
   if (change) change(call);
   std::string why = sm90::unsupported(call);

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -60,11 +61,18 @@ inline void check_cuda(cudaError_t error, char const* what, char const* file, in
 }
 #define CHECK_CUDA(call) teams::check_cuda((call), #call, __FILE__, __LINE__)
 
+// A setting from the environment.
+inline uint32_t setting(char const* name, uint32_t otherwise) {
+  char const* text = std::getenv(name);
+  return text == nullptr ? otherwise : static_cast<uint32_t>(std::atoi(text));
+}
+
+// Seconds without progress that are a hang: more under compute-sanitizer, which is slow.
+inline uint32_t patience() { return setting("TEAMS_PATIENCE", 20); }
+
 // Ends the program when it makes no progress, after asking for what is known.
 class Watchdog {
  public:
-  static constexpr double kPatience = 20;
-
   explicit Watchdog(std::function<void()> describe) : describe_(std::move(describe)), thread_([this] { watch(); }) {}
   ~Watchdog() {
     {
@@ -79,10 +87,10 @@ class Watchdog {
   void watch() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!changed_.wait_for(lock, std::chrono::milliseconds(500), [this] { return stop_; }))
-      if (Progress::seconds() > kPatience) hang();
+      if (Progress::seconds() > patience()) hang();
   }
   void hang() {
-    std::printf("BAD: no progress for %.0f s at %s\n", kPatience, Progress::where().c_str());
+    std::printf("BAD: no progress for %u s at %s\n", patience(), Progress::where().c_str());
     std::fflush(stdout);
     std::thread(describe_).detach();  // asks the devices, and may hang as well
     std::this_thread::sleep_for(std::chrono::seconds(2));

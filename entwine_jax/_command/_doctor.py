@@ -4,13 +4,12 @@ import argparse
 import importlib.metadata
 import json
 import platform
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from . import _core, _strategy
+from .. import _core, _strategy
+from ._usage import subcommand
 
 _PACKAGES = ("entwine_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13")
 
@@ -84,17 +83,18 @@ def _told(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Exit status 0 if the GPU kernels can run here, 1 if not."""
-    parser = argparse.ArgumentParser(prog="entwine", description="entwine_jax on the command line.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="what this machine has for the fused kernels, and what is missing")
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args(arguments)
+def add_to(commands: Any) -> None:
+    subcommand(
+        commands,
+        "doctor",
+        run,
+        "what this machine has for the fused kernels, and what is missing",
+        "entwine doctor --json",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 0 if the GPU kernels can run here, 1 if not."""
     found = examine()
     print(json.dumps(found, indent=1) if options.json else _told(found))
     return 1 if found["obstacles"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,17 +5,18 @@ import json
 import jax
 import pytest
 
-from entwine_jax import _doctor, _strategy
+from entwine_jax import _strategy
+from entwine_jax._command import _doctor, main
 
 
 def test_without_gpus(capsys):
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has GPUs")
-    assert _doctor.main(["doctor"]) == 1
+    assert main(["doctor"]) == 1
     told = capsys.readouterr().out
     assert "JAX sees no GPU: install jax[cuda13]" in told
     assert "fused' on CPU devices: yes" in told and "'xla': always" in told
-    assert _doctor.main(["doctor", "--json"]) == 1
+    assert main(["doctor", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["jax"] == jax.__version__ and len(found["devices"]) == jax.device_count()
     assert found["obstacles"]
@@ -38,7 +39,7 @@ def gpus(monkeypatch, count, nccl, peers=None):
 
 def test_two_gpus(monkeypatch, capsys):
     gpus(monkeypatch, 2, ("2.28.9", "/lib/libnccl.so.2", ""))
-    assert _doctor.main(["doctor"]) == 0
+    assert main(["doctor"]) == 0
     told = capsys.readouterr().out
     assert "NCCL: 2.28.9 /lib/libnccl.so.2" in told and "strategy 'fused' on GPUs: yes" in told
     assert "device 1: gpu, NVIDIA H200, compute capability 9.0" in told
@@ -54,10 +55,10 @@ def test_two_gpus(monkeypatch, capsys):
 )
 def test_what_is_missing(monkeypatch, capsys, count, nccl, peers, words):
     gpus(monkeypatch, count, nccl, peers)
-    assert _doctor.main(["doctor"]) == 1
+    assert main(["doctor"]) == 1
     assert words in capsys.readouterr().out
 
 
 def test_usage():
     with pytest.raises(SystemExit):
-        _doctor.main([])
+        main([])

@@ -1,0 +1,198 @@
+"""What was done to break it, how often, and what came of that: the table of docs/reliability.md.
+
+python -m benchmarks.reliability collect --logs FOLDER --tests LOG ... --out FILE.json     from what runs have left
+python -m benchmarks.reliability report FILE.json ...                                      prints the table
+python -m benchmarks.reliability report FILE.json ... --update docs/reliability.md         or writes it there
+python -m benchmarks.reliability report FILE.json ... --check docs/reliability.md          or fails if it differs
+
+FOLDER may have soak.json (of `python scripts/soak.py`), lost_peers.json (tests/gpu/peers.py) and sanitize_*.log
+(compute-sanitizer). LOG is what C++ tests print: build/cc-address/Testing/Temporary/LastTest.log, or the fuzz test's
+own output. What isn't there was not run: null in the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import collective_matmul
+from benchmarks.report import markdown_row, with_report
+
+Found = dict[str, Any]
+
+# A sanitizer's reports in the output of C++ tests, and in which build's.
+REPORTS = re.compile(r"ERROR: (Address|Leak)Sanitizer|WARNING: ThreadSanitizer|: runtime error: ")
+BUILDS = {"cc-address": ("AddressSanitizer", "UBSan"), "cc-thread": ("ThreadSanitizer",)}
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+FUZZED, CHECKED = "ok     any input is a problem or an error", "ok     nothing goes wrong"
+
+
+def add(a: int | None, b: int) -> int:
+    return (a or 0) + b
+
+
+def of_soak(found: Found, soak: Found) -> None:
+    found["machine"] = {"platform": soak["platform"], "devices": soak["devices"], "accelerator": soak["kind"]}
+    for name in ("launches", "programs", "seconds", "wrong", "hung", "error", "crashed"):
+        found[{"error": "errors"}.get(name, name)] = soak[name]
+    if soak["peers_absent"]:
+        of_peers(found, soak)
+
+
+def of_peers(found: Found, peers: Found) -> None:
+    for name in ("peers_killed", "peers_stopped", "peers_absent", "reported_in_time"):
+        if name in peers:
+            found[name] = add(found[name], peers[name])
+
+
+def of_tests(found: Found, log: str, build: str) -> None:
+    """Of the C++ tests' output in one build."""
+    counts = {name: int(value) for name, value in re.findall(r"^count (\w+) (\d+)$", log, re.MULTILINE)}
+    if "problem_fuzz_test" in log or "fuzz_inputs" in counts:
+        # The inputs are the same in every build.
+        found["fuzz_inputs"] = max(found["fuzz_inputs"] or 0, counts.get("fuzz_inputs", 0))
+        found["fuzz_crashes"] = add(found["fuzz_crashes"], FUZZED not in log)
+    for name in ("states", "programs", "broken_variants", "broken_variants_found"):
+        if f"protocol_{name}" in counts and CHECKED in log:
+            found[f"protocol_{name}"] = counts[f"protocol_{name}"]
+    if build in BUILDS:
+        found["sanitizers"] += BUILDS[build]
+        found["sanitizer_findings"] = add(found["sanitizer_findings"], len(REPORTS.findall(log)))
+
+
+def of_sanitizer(found: Found, log: str, tool: str) -> None:
+    """Of compute-sanitizer. A run that was cut short has no summary, and doesn't count."""
+    summaries = SUMMARY.findall(log)
+    if summaries:
+        found["sanitizers"].append(tool)
+        found["sanitizer_findings"] = add(found["sanitizer_findings"], sum(int(a or b) for a, b in summaries))
+
+
+FIELDS = (
+    "machine",
+    *("launches", "programs", "seconds", "wrong", "hung", "errors", "crashed"),
+    *("peers_killed", "peers_stopped", "peers_absent", "reported_in_time"),
+    *("fuzz_inputs", "fuzz_crashes", "sanitizer_findings"),
+    *("protocol_states", "protocol_programs", "protocol_broken_variants", "protocol_broken_variants_found"),
+)
+
+
+def collect(logs: pathlib.Path | None, tests: Sequence[pathlib.Path]) -> Found:
+    found: Found = dict.fromkeys(FIELDS) | {"sanitizers": [], "versions": collective_matmul.versions()}
+    if logs is not None:
+        for name, take in (("soak.json", of_soak), ("lost_peers.json", of_peers)):
+            if (logs / name).exists():
+                take(found, json.loads((logs / name).read_text()))
+        for log in sorted(logs.glob("sanitize_*.log")):
+            of_sanitizer(found, log.read_text(errors="replace"), log.stem.removeprefix("sanitize_"))
+    for log in tests:
+        builds = [part for part in log.parts if part in BUILDS]
+        of_tests(found, log.read_text(errors="replace"), builds[0] if builds else "")
+    found["sanitizers"] = sorted(set(found["sanitizers"]))
+    return found
+
+
+# The table
+
+
+def machine(found: Found) -> str:
+    about = found["machine"]
+    if about is None:
+        return "elsewhere"
+    if about["platform"] == "cpu":
+        return f"{about['devices']} virtual CPU devices"
+    return f"{about['devices']} x {about['accelerator']}"
+
+
+def number(*names: str, text: str = "{}") -> Callable[[Found], str]:
+    """A cell: these numbers in this text, or that it wasn't run."""
+
+    def cell(found: Found) -> str:
+        values = [found[name] for name in names]
+        return "not run" if None in values else text.format(*(f"{value:,}" for value in values))
+
+    return cell
+
+
+def reported(found: Found) -> str:
+    fates = [found[f"peers_{name}"] for name in ("killed", "stopped", "absent")]
+    if found["reported_in_time"] is None:
+        return "not run"
+    return f"{found['reported_in_time']:,} of {sum(fate or 0 for fate in fates):,}"
+
+
+def sanitized(found: Found) -> str:
+    if found["sanitizer_findings"] is None:
+        return "not run"
+    return f"{found['sanitizer_findings']:,} ({', '.join(found['sanitizers'])})"
+
+
+ROWS: tuple[tuple[str, Callable[[Found], str]], ...] = (
+    ("launches of random programs", number("launches", "programs", text="{} of {}")),
+    ("&emsp;with a wrong element", number("wrong")),
+    ("&emsp;hung: a wait past its bound, or silence", number("hung")),
+    ("&emsp;other errors, crashes", number("errors", "crashed", text="{}, {}")),
+    ("processes killed while their peer waits", number("peers_killed")),
+    ("processes stopped", number("peers_stopped")),
+    ("ranks whose program lacks a call", number("peers_absent")),
+    ("&emsp;an error in time that names op, rank, peer, tile and epoch", reported),
+    ("random inputs to what decodes calls", number("fuzz_inputs")),
+    ("&emsp;crashes, and what decoded but can't be planned", number("fuzz_crashes")),
+    ("findings of sanitizers", sanitized),
+    (
+        "states of the protocol's model, none wrong",
+        number("protocol_states", "protocol_programs", text="{} of {} programs"),
+    ),
+    (
+        "&emsp;broken variants that it finds",
+        number("protocol_broken_variants_found", "protocol_broken_variants", text="{} of {}"),
+    ),
+)
+
+
+def table(every: Sequence[Found]) -> str:
+    lines = [markdown_row(["", *map(machine, every)]), markdown_row(["---", *["---:"] * len(every)])]
+    lines += [markdown_row([title, *(cell(found) for found in every)]) for title, cell in ROWS]
+    lines.append("")
+    for found in every:
+        named = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        lines.append(f"{machine(found)}: {named}.")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    actions = parser.add_subparsers(dest="action", required=True)
+    collecting = actions.add_parser("collect", help="what runs have left, in one JSON file")
+    collecting.add_argument("--logs", type=pathlib.Path, metavar="FOLDER")
+    collecting.add_argument("--tests", type=pathlib.Path, nargs="+", default=[], metavar="LOG")
+    collecting.add_argument("--out", type=pathlib.Path, required=True)
+    reporting = actions.add_parser("report", help="the table")
+    reporting.add_argument("results", type=pathlib.Path, nargs="+")
+    how = reporting.add_mutually_exclusive_group()
+    how.add_argument("--update", type=pathlib.Path, metavar="FILE.md")
+    how.add_argument("--check", type=pathlib.Path, metavar="FILE.md")
+    options = parser.parse_args(arguments)
+    if options.action == "collect":
+        options.out.write_text(json.dumps(collect(options.logs, options.tests), indent=1) + "\n")
+        return
+    text = table([json.loads(path.read_text()) for path in options.results])
+    path = options.update or options.check
+    if path is None:
+        print(text, end="")
+        return
+    had = path.read_text()
+    new = with_report(had, {"reliability": text}, str(path))
+    if options.update is not None:
+        path.write_text(new)
+    elif new != had:
+        sys.exit(f"{path}: not what `python -m benchmarks.reliability report ... --update {path}` would write")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+// What the simulation knows of a machine: microseconds, and bytes a microsecond (1e3 of these are a GB/s). All numbers are of
+// two H200s (NVLink, 18 links a GPU) and of the kernels that docs/design.md describes. Most were measured by themselves. Those
+// that say so are fitted to whole calls, benchmarks/results/h200x2.json, and python -m benchmarks.model tells how well.
+#pragma once
+
+#include "schedule/cost.h"
+
+namespace entwine::simulate {
+
+struct Machine {
+  // What a full wave of 256 x 256 tiles multiplies at (other tiles scale with it: schedule/cost.h), and the average over a
+  // whole call that the power limit allows, call after call, of random numbers. Fitted: the largest shapes.
+  double flops_per_us = schedule::kSm90FlopsPerSecond * 1e-6, sustained_flops_per_us = 645e6;
+
+  // One direction of one GPU's link, whatever the number of peers: TMA stores, with 8 CTAs and more; TMA loads, with 16; and
+  // either from one cluster's two CTAs.
+  double link_bytes_per_us = 361e3, fetch_bytes_per_us = 335e3, cluster_bytes_per_us = 92e3;
+  // From a store's last byte to its producer's knowing that it has landed: the time that a tile takes on the link where the
+  // window is four or six of them, less its bytes'. Then until the signal is seen, and the way of a fetch there and back: the
+  // first row block of a call that waits.
+  double land_us = 1, signal_us = 1, fetch_us = 2;
+  // A pusher, which is one thread; what it claims at once (kernel/sm90/shape.h, kUnitBytes); and how much longer its cluster's
+  // tiles take meanwhile: with 66 of them 8 to 17 %.
+  double pusher_bytes_per_us = 16e3, unit_bytes = 98304, pushing_slower = 1.1;
+
+  // From the end of a call to the first load of the next, and from the last store to the end (fitted: calls of few tiles).
+  double launch_us = 6.5;
+  // A tile's first load where nothing hides it; an image's way to memory, or from there (traces of tiles). An image's way
+  // through a collector (fitted: all-reduce of small tiles).
+  double load_us = 1.2, store_us = 1, collect_us = 1.3;
+  // Clusters aren't in step: a tile takes so much longer or shorter, evenly spread (traces of tiles).
+  double jitter = 0.03;
+  // What adding a partial sum takes beyond a tile's usual end.
+  double add_us = 1;
+  // Few rows: launch, prologue and both exchanges' latencies, in place of schedule/cost.h's (fitted: 8 to 128 rows).
+  double few_rows_us = 9.5;
+
+  // XLA: cuBLAS' rate beside collectives, its launch; memory; NCCL between two ranks; and what launching both costs the host
+  // (the median of XLA's calls of up to 64 rows, which all take that).
+  double gemm_flops_per_us = schedule::cost::kGemmFlopsPerUs, gemm_us = schedule::cost::kGemmUs;
+  double memory_bytes_per_us = schedule::cost::kMemoryBytesPerUs;
+  double nccl_bytes_per_us = schedule::cost::kNcclBytesPerUs;
+  double nccl_all_reduce_bytes_per_us = schedule::cost::kNcclAllReduceBytesPerUs;
+  double nccl_us = schedule::cost::kNcclUs, host_us = 57;
+};
+
+// Calls `visit(name, number)` for each of them.
+template <class Visit>
+void for_each_number(Machine& m, Visit visit) {
+  visit("flops_per_us", m.flops_per_us);
+  visit("sustained_flops_per_us", m.sustained_flops_per_us);
+  visit("link_bytes_per_us", m.link_bytes_per_us);
+  visit("fetch_bytes_per_us", m.fetch_bytes_per_us);
+  visit("cluster_bytes_per_us", m.cluster_bytes_per_us);
+  visit("land_us", m.land_us);
+  visit("signal_us", m.signal_us);
+  visit("fetch_us", m.fetch_us);
+  visit("pusher_bytes_per_us", m.pusher_bytes_per_us);
+  visit("unit_bytes", m.unit_bytes);
+  visit("pushing_slower", m.pushing_slower);
+  visit("launch_us", m.launch_us);
+  visit("load_us", m.load_us);
+  visit("store_us", m.store_us);
+  visit("collect_us", m.collect_us);
+  visit("jitter", m.jitter);
+  visit("add_us", m.add_us);
+  visit("few_rows_us", m.few_rows_us);
+  visit("gemm_flops_per_us", m.gemm_flops_per_us);
+  visit("gemm_us", m.gemm_us);
+  visit("memory_bytes_per_us", m.memory_bytes_per_us);
+  visit("nccl_bytes_per_us", m.nccl_bytes_per_us);
+  visit("nccl_all_reduce_bytes_per_us", m.nccl_all_reduce_bytes_per_us);
+  visit("nccl_us", m.nccl_us);
+  visit("host_us", m.host_us);
+}
+
+}  // namespace entwine::simulate

@@ -1,0 +1,149 @@
+"""cost_model: what a collective matmul should take by each strategy, without a GPU."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from . import _core, _strategy
+from ._config import TRANSPORTS, Config, resolve
+from ._strategy import Plan, Request
+from ._team import Team
+
+_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_WIDE = (jnp.bfloat16, jnp.float16)
+_NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_PITCH_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one strategy should take, in microseconds.
+
+    ``us`` is the whole call. ``link_us`` is what its bytes take on the link and ``multiply_us`` what its products take;
+    fused, they overlap. There, ``wait_rows_us``, ``wait_sums_us`` and ``wait_buffers_us`` tell what a cluster spends
+    waiting for gathered rows, for partial sums, and for its own stores to leave (means over clusters). Kernels for few
+    rows have no such parts: theirs are 0. ``formula_us`` is the closed form by which ``strategy="auto"`` decides.
+    """
+
+    strategy: str
+    us: float
+    formula_us: float
+    link_us: float
+    multiply_us: float
+    wait_rows_us: float
+    wait_sums_us: float
+    wait_buffers_us: float
+    plan: Plan | None  # of strategy "fused"
+
+
+def cost_model(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    ranks: int,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    out_dtype: DTypeLike | None = None,
+    config: Config | None = None,
+    machine: Mapping[str, float] | None = None,
+) -> dict[str, Cost]:
+    """What a collective matmul should take on Hopper GPUs by every strategy that can run it. Runs anywhere.
+
+    Fused, the call's own schedule is simulated: clusters claim tiles in the real order, multiply, wait, add and send
+    them over a link of the measured rate (``cc/simulate``). XLA is a GEMM, and NCCL before or after it. The numbers of
+    the machine are those of two H200s; more of them are taken to have the same link each, whatever the number of peers.
+    docs/performance.md tells how far predictions are from measurements::
+
+        costs = entwine_jax.cost_model("matmul_reduce_scatter", 8192, 8192, 3584, ranks=8)
+        min(costs, key=lambda strategy: costs[strategy].us)
+
+    Args:
+      op: ``"all_gather_matmul"``, ``"matmul_reduce_scatter"`` or ``"matmul_all_reduce"``.
+      m, n, k: one rank's matmul, (m, k) @ (k, n). The m rows are the gathered ones, or those that are summed (and
+        scattered): ranks divides them, unless op is all-reduce.
+      ranks: the size of the team, 2 to 8.
+      dtype: of x and w: bfloat16 (default), float16, or float8 of a scaled product.
+      out_dtype: of the result: dtype (default; bfloat16 for float8) or float32; for float8 float16 too.
+      config: overrides of the plan, as the ops take them.
+      machine: other numbers than the measured ones, in microseconds and bytes a microsecond, by their names in
+        ``cc/simulate/machine.h``: ``{"link_bytes_per_us": 450e3}``.
+
+    Returns:
+      `Cost` by strategy: ``"fused"`` and ``"xla"``. No ``"fused"`` where rows of x, w or y are no multiple of 16 bytes.
+
+    Raises:
+      ValueError: op, a size, ranks, config or machine is out of range.
+      TypeError: no kernel takes dtype or gives out_dtype.
+    """
+    request, x, w = _request(op, m, n, k, ranks, dtype, out_dtype, config)
+    numbers = _machine(machine)
+    formula_us = _strategy.predict(request, x, w)
+    sizes = dataclasses.asdict(_strategy.sizes(request, x.shape, w.shape))
+    call = {"ranks": ranks, **sizes, "out_bytes": request.dtype.itemsize, "in_bytes": x.dtype.itemsize}
+    costs = {}
+    if all(columns * each.itemsize % _PITCH_BYTES == 0 for columns, each in ((k, x.dtype), (n, request.dtype))):
+        plan = _strategy.plan(request, x, w)
+        _check_plan(op, plan, m)
+        fields: Any = dataclasses.asdict(plan) | {"transport": TRANSPORTS.index(plan.transport)}
+        times = _core.simulate_fused(op, fields, **call, machine=numbers)
+        costs["fused"] = Cost("fused", formula_us=formula_us[0], plan=plan, **times)
+    costs["xla"] = Cost("xla", formula_us=formula_us[1], plan=None, **_core.simulate_xla(op, **call, machine=numbers))
+    return costs
+
+
+def _request(
+    op: str, m: int, n: int, k: int, ranks: int, dtype: DTypeLike, out_dtype: DTypeLike | None, config: Config | None
+) -> tuple[Request, Any, Any]:
+    """As a call on so many GPUs would make it, and one rank's operands."""
+    if op not in _OPS:
+        raise ValueError(f"entwine_jax.cost_model: op={op!r} is unknown; use one of {_OPS}")
+    for name, size, least, most in (("m", m, 1, 2**24), ("n", n, 1, 2**22), ("k", k, 1, 2**22), ("ranks", ranks, 2, 8)):
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size <= most:
+            raise ValueError(f"entwine_jax.cost_model: {name}={size!r} must be an integer from {least} to {most}")
+    if op != "matmul_all_reduce" and m % ranks:
+        raise ValueError(f"entwine_jax.cost_model: ranks={ranks} must divide the rows of {op}, m={m}")
+    operand = jnp.dtype(dtype)
+    narrow = operand in _NARROW
+    result = jnp.dtype(out_dtype) if out_dtype is not None else jnp.dtype(jnp.bfloat16) if narrow else operand
+    if operand not in (*_WIDE, *_NARROW):
+        names = ", ".join(jnp.dtype(each).name for each in (*_WIDE, *_NARROW))
+        raise TypeError(f"entwine_jax.cost_model: dtype={operand} has no kernel; use one of {names}")
+    if result not in ((*_WIDE, jnp.float32) if narrow else (operand, jnp.float32)):
+        raise TypeError(f"entwine_jax.cost_model: out_dtype={result} of {operand} operands has no kernel; use float32")
+    team = Team(("t",), ranks, tuple(range(ranks)), (), (), "cuda")
+    settings = resolve("cost_model", "fused", config)
+    request = Request(op, team, False, result, None, settings, scaled=narrow)
+    rows = m // ranks if op == "all_gather_matmul" else m
+    return request, jax.ShapeDtypeStruct((1, rows, k), operand), jax.ShapeDtypeStruct((k, n), operand)
+
+
+def _machine(machine: Mapping[str, float] | None) -> dict[str, float]:
+    known, numbers = _core.machine(), dict(machine or {})
+    for name, number in numbers.items():
+        if name not in known:
+            raise ValueError(f"entwine_jax.cost_model: machine has no number {name!r}; it has {', '.join(known)}")
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(f"entwine_jax.cost_model: machine[{name!r}]={number!r} must be a number")
+    try:
+        _core.check_machine(numbers)
+    except ValueError as error:
+        raise ValueError(f"entwine_jax.cost_model: machine: {error}") from None
+    return numbers
+
+
+def _check_plan(op: str, plan: Plan, m: int) -> None:
+    tile = (plan.tile_m, plan.tile_n)
+    if tile not in _core.SM90_TILES:
+        raise ValueError(
+            f"entwine_jax.cost_model: config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles "
+            f"{_core.SM90_TILES}"
+        )
+    if plan.few_rows and m > _core.FEW_ROWS_MOST:
+        raise ValueError(
+            f"entwine_jax.cost_model: config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not m={m}"
+        )

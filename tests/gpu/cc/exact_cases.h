@@ -1,0 +1,36 @@
+// Which calls the exact test makes.
+#pragma once
+
+#include <vector>
+
+#include "calls.h"
+
+namespace teams {
+
+std::vector<Geometry> exact_shapes(uint32_t ranks);
+// So many of them as the environment's TEAMS_SHAPES says, all by default.
+std::vector<Geometry> chosen_shapes(uint32_t ranks);
+std::vector<Variant> exact_variants();
+// Rows of x are a multiple of 16 bytes. Shapes that 8-bit operands can have are for these alone.
+bool meant_for(Variant const& v, Geometry const& g);
+
+// What the test reports together.
+inline constexpr char const* kFamilies[] = {"all_gather_matmul",
+                                            "matmul_reduce_scatter pull",
+                                            "matmul_reduce_scatter push",
+                                            "matmul_all_reduce pull",
+                                            "matmul_all_reduce push",
+                                            "all_gather_matmul few rows",
+                                            "matmul_reduce_scatter few rows",
+                                            "matmul_all_reduce few rows",
+                                            "all_gather_matmul with the gathered x",
+                                            "matmul_reduce_scatter pull gathering beside",
+                                            "matmul_reduce_scatter push gathering beside",
+                                            "all_gather_matmul with bias and relu",
+                                            "matmul_reduce_scatter with bias and relu",
+                                            "matmul_all_reduce with bias and relu",
+                                            "float16",
+                                            "float8"};
+uint32_t family_of(Variant const& v);
+
+}  // namespace teams

@@ -1,0 +1,138 @@
+"""Two processes, one GPU each: one is killed, or stopped, or its program lacks the calls that the other makes.
+
+The other must end with an error that names op, rank, peer, tile and epoch, no later than the bound on waits and what it
+takes to notice. `python tests/gpu/peers.py --times 5 --out peers.json` does each so often and counts. No JAX in here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import queue
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+FATES = ("killed", "stopped", "lacking")
+SCENARIOS = pathlib.Path(__file__).parent / "scenarios.py"
+BOUND_S = 2.0  # ENTWINE_TIMEOUT_S of both
+NOTICE_S = 15.0  # for the call under way, the error's way through XLA, and the end of the process
+START_S = 60.0
+SAID = re.compile(
+    r"entwine_jax\.(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce): "
+    r"rank \d+ waited too long for rank \d+: row block \d+, column \d+, epoch \d+"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    fate: str
+    in_time: bool  # an error, in time, with all of these words
+    seconds: float  # from the deed to the end of the other process
+    output: str  # of both
+
+    def __str__(self) -> str:
+        return f"peer {self.fate}: {'reported' if self.in_time else 'NOT reported'} after {self.seconds:.1f} s"
+
+
+class Process:
+    """A child whose output is read as it comes."""
+
+    def __init__(self, *arguments: object) -> None:
+        environment = os.environ | {"ENTWINE_TIMEOUT_S": str(BOUND_S)}
+        command = [sys.executable, str(SCENARIOS), *map(str, arguments)]
+        self.child = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.output: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            self.output.append(line)
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def says(self, word: str, limit_s: float) -> bool:
+        """Whether it says so in time."""
+        end = time.monotonic() + limit_s
+        while (left := end - time.monotonic()) > 0:
+            try:
+                line = self.lines.get(timeout=left)
+            except queue.Empty:
+                return False
+            if line is None:
+                return False
+            if word in line:
+                return True
+        return False
+
+    def ends(self, limit_s: float) -> bool:
+        try:
+            self.child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self.child.kill()  # SIGKILL ends a stopped one too
+        self.child.wait()
+
+
+def meet(fate: str) -> Outcome:
+    """One of two processes meets with its fate while both make calls."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [Process("peer", fate, process, port) for process in range(2)]
+    left, victim = processes
+    try:
+        ready = all(process.says("making calls", START_S) for process in processes)
+        time.sleep(random.uniform(0.2, 1.5))
+        if fate != "lacking" and ready:
+            victim.child.send_signal(signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
+        start = time.monotonic()
+        # One that lacks calls makes its last ones up to some seconds from now.
+        ended = ready and left.ends(BOUND_S + NOTICE_S)
+        seconds = time.monotonic() - start
+    finally:
+        for process in processes:
+            process.kill()
+    time.sleep(0.2)  # for the readers
+    said = "".join(left.output)
+    in_time = ended and left.child.returncode == 0 and "raised" in said and SAID.search(said) is not None
+    return Outcome(fate, in_time, seconds, f"{said}\n--- the other:\n{''.join(victim.output)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=3, help="of each fate")
+    parser.add_argument("--out", type=pathlib.Path, help="for the counts, as JSON")
+    arguments = parser.parse_args()
+    counts = {"peers_killed": 0, "peers_stopped": 0, "peers_absent": 0, "reported_in_time": 0, "slowest_report_s": 0.0}
+    for _ in range(arguments.times):
+        for fate, name in zip(FATES, ("peers_killed", "peers_stopped", "peers_absent"), strict=True):
+            outcome = meet(fate)
+            print(outcome, flush=True)
+            if not outcome.in_time:
+                print(outcome.output[-6000:], flush=True)
+            counts[name] += 1
+            counts["reported_in_time"] += outcome.in_time
+            counts["slowest_report_s"] = round(max(counts["slowest_report_s"], outcome.seconds), 1)
+            if arguments.out is not None:
+                arguments.out.write_text(json.dumps(counts) + "\n")
+    return 0 if counts["reported_in_time"] == 3 * arguments.times else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
