@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _lowering, _reference, _team
+from . import _lowering, _operands, _reference, _team
 from ._agreed import agreed
 from ._race import Sampler
 from ._strategy import Choice, Plan, Request
@@ -124,8 +124,9 @@ def _call(request: Request, plan: Plan | None, operands: Any, w: jax.Array, scal
         return made
     gathers = request.gathers and not z
     alone = dataclasses.replace(request, gathers=gathers)
-    y, whole = _lowering.on_xla(alone, Choice("xla", "measured"), x, w, None, *scales)
-    return [v for v in (y, whole, *(_reference.gather(v, (_TEAM,)) for v in z)) if v is not None]
+    operands = _operands.Operands((x,), (w,), (None,), *scales)
+    ys, whole = _lowering.on_xla(alone, Choice("xla", "measured"), operands)
+    return [v for v in (*ys, whole, *(_reference.gather(v, (_TEAM,)) for v in z)) if v is not None]
 
 
 def _linked(x: jax.Array, link: jax.Array) -> jax.Array:

@@ -53,7 +53,11 @@ class Entry:
 
 @functools.cache
 def version() -> str:
-    return importlib.metadata.version("entwine_jax")
+    """Of this package; "unknown" where its files were put without its metadata."""
+    try:
+        return importlib.metadata.version("entwine_jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 @functools.cache

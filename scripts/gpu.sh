@@ -16,7 +16,7 @@
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
 #   PYTEST_ARGS            for example "-k 'ragged or few_rows' -x"
-#   TEST_JOBS              processes that run tests at once (default: 3)
+#   TEST_JOBS              processes that run tests at once (default: 4)
 #   BENCH_ARGS             for bench and peers, for example "--suite epilogues", "--suite all_reduce --strategy fused,auto"
 #   TUNE_ARGS              for tune, for example "--suite small --seconds 60"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
@@ -137,18 +137,17 @@ pytest_part() {
 if wants test; then
   echo "== test"
   eval "pytest_args=(${PYTEST_ARGS:-})"
-  # Compiling is most of the time, so several processes share the GPUs; what takes all memory runs alone, at the end.
-  jobs=${TEST_JOBS:-3} parts=() i=0
-  for file in $(ls -S tests/gpu/test_*.py); do
-    [[ $file == */test_gpu_children.py ]] || parts[i++ % jobs]+=" $file"
-  done
+  # Compiling is most of the time, so several processes share the GPUs; what takes all memory runs alone, at the end. Each takes
+  # its share of the memory at start; arenas, communicators and children need some beside.
+  jobs=${TEST_JOBS:-4}
+  fraction=$("$python" -c "print(0.5 / $jobs)")
   start=$SECONDS
-  for i in "${!parts[@]}"; do
-    # shellcheck disable=SC2086
-    pytest_part "test$i" 420 ${parts[i]} &
+  for i in $(seq "$jobs"); do
+    XLA_PYTHON_CLIENT_MEM_FRACTION=$fraction pytest_part "test$i" 420 tests/gpu --ignore tests/gpu/test_gpu_children.py \
+      --part "$i/$jobs" &
   done
   wait
-  pytest_part "test$jobs" 150 tests/gpu/test_gpu_children.py
+  pytest_part test0 200 tests/gpu/test_gpu_children.py
   cat "$out"/test[0-9]*.log >"$out/test.log"
   rm "$out"/test[0-9]*.log
   # 5: no test of that part was asked for.

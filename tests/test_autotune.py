@@ -226,6 +226,19 @@ def test_what_cannot_be_fused_is_not_measured(measure):
     assert repr(entwine_jax.autotune(jnp.matmul, *SHAPES)) == "no collective matmul"
 
 
+def test_several_products_at_once_are_not_measured(measure):
+    measured = measure(lambda *_: 1e-3)
+    mesh = mesh_of((4,))
+
+    def both(x, w, v):
+        return entwine_jax.all_gather_matmul(x, (w, v), "t", strategy="fused")
+
+    both = jax.shard_map(both, mesh=mesh, in_specs=(P("t"), P(None, "t"), P(None, "t")), out_specs=P(None, "t"))
+    (row,) = entwine_jax.autotune(both, *SHAPES, SHAPES[1])
+    assert row.status == "several products at once aren't tuned" and row.key.startswith("2 products at once")
+    assert measured.products == []
+
+
 def test_a_race():
     """Everyone takes part in every round, in changing orders, until it is clearly slower."""
     seconds = {"a": 1e-3, "b": 1.005e-3, "c": 1.2e-3, "d": 2e-3, "e": 5e-3}

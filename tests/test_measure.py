@@ -15,7 +15,7 @@ from entwine_jax._measure import Bench, Product
 def products(f, *shapes, dtype=jnp.float32):
     with _strategy.seeking(True):
         calls = _explain.calls(f, [jax.ShapeDtypeStruct(s, dtype) for s in shapes])
-    return [(Product(call.request.bare(), call.x, call.w, call.z), call.choice.plan) for call in calls]
+    return [(Product(call.request.bare(), *call.pairs[0], call.z), call.choice.plan) for call in calls]
 
 
 def of_op(op, size=2, dtype=jnp.float32, **options):

@@ -221,7 +221,8 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), tile_m, tile_n};
   if (replicate)
     g = schedule::all_reduce_geometry(g.ranks, g.batch * g.m_shard, g.n, g.k, g.tile_m, g.tile_n, schedule::chunk_unit(target));
-  if (target == schedule::Target::kHost) g.tile_m = schedule::smaller(g.tile_m, schedule::larger(g.m_shard, schedule::kHostTileM));
+  if (target == schedule::Target::kHost)
+    g.tile_m = schedule::smaller(g.tile_m, schedule::larger(g.m_shard, schedule::kHostTileM));
   // Positions and words are 32-bit; leave room for the parts of a tile and the claims past the end of the queue.
   if (double(g.ranks) * g.batch * g.row_blocks() * g.cols() * schedule::kSm90Parts >= double(1u << 31))
     return invalid(op, "the product has more tiles than a 32-bit queue can number");

@@ -133,9 +133,9 @@ inline Input good(Random& random) {
 
 inline void spoil(Input& in, Random& random) {
   auto& a = in.attributes;
-  int64_t* attributes[] = {&a.team_size, &a.transpose_w, &a.products, &a.tile_m,   &a.tile_n,  &a.raster,     &a.lead,
-                           &a.transport, &a.pushers,     &a.copiers,  &a.biased,  &a.activation, &a.scaled,
-                           &a.few_rows,  &a.timeout_ms,  &a.stall_us, &a.workers, &a.stall_seed};
+  int64_t* attributes[] = {&a.team_size, &a.transpose_w, &a.products,   &a.tile_m,   &a.tile_n,  &a.raster,
+                           &a.lead,      &a.transport,   &a.pushers,    &a.copiers,  &a.biased,  &a.activation,
+                           &a.scaled,    &a.few_rows,    &a.timeout_ms, &a.stall_us, &a.workers, &a.stall_seed};
   std::vector<int64_t>* dims[] = {&in.x, &in.w, &in.y, &in.z, &in.whole, &in.bias, &in.scale};
   ffi::DataType* types[] = {&in.x_type, &in.w_type, &in.y_type, &in.z_type, &in.whole_type, &in.bias_type, &in.scale_type};
   bool* there[] = {&in.has_z, &in.has_whole, &in.has_bias, &in.has_scale};

@@ -184,7 +184,7 @@ def test_repeats_to_the_bit():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients(op, check_vma):
     """Of ops that quantise, against the same on XLA, and against what isn't quantised."""
-    case, mesh = Case(op, 264, 776, 528, (2,)), mesh_of()
+    case, mesh = Case(op, 264, 784, 528, (2,)), mesh_of()
     ranks = team_size(mesh)
     x_spec, w_spec, y_spec = case.specs(AXIS)
     x, w = gaussians(case, ranks, 1)

@@ -78,7 +78,7 @@ def test_all_candidates_are_right(op, rows):
     case = Case(op, m_shard, 1024, 512)
     (x, w), want = operands(case, mesh)
     (call,) = _explain.calls(program(case, mesh, strategy="fused"), (x, w))
-    shape = _strategy.sizes(call.request, call.x.shape, call.w.shape)
+    shape = _strategy.sizes(call.request, *(v.shape for v in call.pairs[0]))
     base = call.choice.plan
     forms = [base, *_candidates.forms(call.request, shape, base)]
     plans = list(dict.fromkeys([*forms, *(p for form in forms for p in _candidates.numbers(call.request, form))]))

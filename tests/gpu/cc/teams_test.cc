@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "exact_cases.h"
+#include "several_products.h"
 #include "tests.h"
 
 namespace teams {
