@@ -9,7 +9,10 @@ namespace entwine::schedule::cost {
 // Fused: launch, prologue, first loads, drain; then waves of tiles. A tile costs the same however little of it is inside the
 // matrix. Where most rows of a tile are outside, w streams in more slowly than it is multiplied.
 constexpr double kLaunchUs = 8, kLinkBytesPerUs = kSm90LinkBytesPerSecond * 1e-6;
-constexpr double kCollectUs = 6;  // all-reduce: from the last finished tile's landing to its place in every y
+// All-reduce: from the last finished tile's landing to its place in every y; what a storer takes for a tile at the least, most
+// of it latency (partial sums in, or out, then the finished part's landing at the peers); and how much of the shorter of
+// matmul and link isn't hidden under the longer one.
+constexpr double kCollectUs = 6, kAllReduceTileUs = 9.4, kAllReduceExposed = 0.15;
 // XLA: a GEMM of any tile shape at cuBLAS' rate or memory's, and NCCL before or after it.
 constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6, kNcclUs = 24, kNcclBytesPerUs = 0.205e6;
 // Per byte that a rank sends, NCCL's all-reduce is a bit faster than its halves.
@@ -34,6 +37,7 @@ constexpr TileCost tile_cost(uint32_t tile_m, uint32_t tile_n) {
 constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
   TileCost tile = tile_cost(g.tile_m, g.tile_n);
   double tile_us = tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us;
+  if (op == Op::kMatmulAllReduce) tile_us = larger(tile_us, kAllReduceTileUs);
   double waves = ceil_div(g.tiles(), kSm90Clusters), compute_us = waves * tile_us;
   double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, in_bytes) : partials_bytes(g, 1) * out_bytes;
   double link_us = per_peer * (g.ranks - 1) / kLinkBytesPerUs;
@@ -46,6 +50,7 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t i
     double finished_us = double(g.all_rows()) / g.ranks * g.n * out_bytes * (g.ranks - 1) / kLinkBytesPerUs;
     after_us = kCollectUs + finished_us / larger(1, double(g.tiles()) / kSm90Clusters);
     link_us += finished_us;
+    after_us += kAllReduceExposed * (link_us < compute_us ? link_us : compute_us);
   }
   double stream_us = g.m_shard < g.tile_m ? double(in_bytes) * g.n * g.k / tile.stream : 0;
   return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us) + after_us;
