@@ -33,7 +33,7 @@ class Config:
         settings above and tiles mean nothing to them, and they gather nothing beside: calls that do have tiles.
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
-      timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 300).
+      timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 60).
       tuned: whether what `autotune` has measured is looked up (``ENTWINE_TUNED``, 0 or 1; by default it is, but in a
         program of several processes not in the user's files, which may differ between them). It isn't for a config that
         sets any number of the plan.
@@ -106,7 +106,7 @@ def resolve(op: str, strategy: str | None, config: Config | None) -> Settings:
         source, strategy = "ENTWINE_STRATEGY", os.environ.get("ENTWINE_STRATEGY") or "auto"
     if strategy not in STRATEGIES:
         raise ValueError(f"entwine_jax.{op}: {source}={strategy!r} is unknown; use one of {STRATEGIES}")
-    timeout_s = _choose(op, config.timeout_s, "ENTWINE_TIMEOUT_S", float, 300.0)
+    timeout_s = _choose(op, config.timeout_s, "ENTWINE_TIMEOUT_S", float, 60.0)
     stall_seed = _choose(op, config.stall_seed, "ENTWINE_STALL_SEED", int, 0)
     return Settings(
         strategy=strategy,

@@ -43,8 +43,8 @@ def test_plan_overrides():
 @pytest.mark.parametrize(
     "variable, text, field, default, value",
     [
-        ("TIMEOUT_S", "1.5", "timeout_ms", 300_000, 1500),
-        ("TIMEOUT_S", "0", "timeout_ms", 300_000, 0),
+        ("TIMEOUT_S", "1.5", "timeout_ms", 60_000, 1500),
+        ("TIMEOUT_S", "0", "timeout_ms", 60_000, 0),
         ("WORKERS", "3", "workers", 1, 3),
         ("STALL_US", "20", "stall_us", 0, 20),
         ("STALL_SEED", "7", "stall_seed", 0, 7),
