@@ -1,12 +1,15 @@
 """Programs of chained collective matmuls: what the JAX processes of the benchmark compile, check and sample.
 
 * A *program* is one jitted function with several calls of one variant in it, and a *sample* is enough programs in a row
-  to last tens of milliseconds, dispatched without waiting. So Python and dispatch run ahead of the devices.
+  to last tens of milliseconds, dispatched without waiting. So Python and dispatch run ahead of the devices. The clock
+  starts when one program before them ends: what it takes to begin from idle (0.3 ms for eight dots, 0.9 ms for eight
+  fused calls) is not in it: a model's step has it once.
 * The calls are a chain: before each call one element of its x is set to an element of the result before it. So XLA can
   neither merge nor drop nor hoist them, and no call starts before the one before it has ended, as in a model's layers.
   This costs one tiny kernel a call (about 2 us, the same for every variant), which brings all ratios a little closer to
-  one. Every call has its own x and w, random normal bfloat16 or float8; x and the last result are donated and handed
-  on, so the element is set in place and addresses don't change from program to program (captured graphs stay valid).
+  one, and another one a program, for the clock. Every call has its own x and w, random normal bfloat16 or float8; x and
+  the last result are donated and handed on, so the element is set in place and addresses don't change from program to
+  program (captured graphs stay valid).
 * Optimization barriers around each call keep XLA from computing only the one element that the chain reads.
 * A sample ends when all devices are done, so it is the slowest rank's.
 """
@@ -95,21 +98,29 @@ def linked(x: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(x, jnp.clip(y[:1, :1], -1, 1).astype(x.dtype), (0, 0))
 
 
-def per_rank_program(layout: Layout, mesh: Mesh, calls: int, call: Call, check_vma: bool = True) -> jax.stages.Wrapped:
-    """(xs, ws, last result) -> (xs, last result), every array global; `call` sees one rank's, in a `jax.shard_map`."""
+# Of what tells that a program has ended: an element of each rank's last result, which the next program doesn't consume.
+ENDED_SPEC = PartitionSpec(AXIS, None)
 
-    def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array]:
+
+def ended(y: jax.Array) -> jax.Array:
+    return y[:1, :1] + 1
+
+
+def per_rank_program(layout: Layout, mesh: Mesh, calls: int, call: Call, check_vma: bool = True) -> jax.stages.Wrapped:
+    """(xs, ws, last result) -> (xs, last result, something that nobody takes), every array global; `call` sees one
+    rank's, in a `jax.shard_map`."""
+
+    def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array, jax.Array]:
         handed_on = []
         for x, w in zip(xs, ws, strict=True):
             x = jax.lax.optimization_barrier(linked(x, y))
             y = jax.lax.optimization_barrier(call(x, w))
             handed_on.append(x)
-        return tuple(handed_on), y
+        return tuple(handed_on), y, ended(y)
 
     xs, ws = (layout.x_spec,) * calls, (layout.weights_spec,) * calls
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(xs, ws, layout.y_spec), out_specs=(xs, layout.y_spec), check_vma=check_vma
-    )
+    out = xs, layout.y_spec, ENDED_SPEC
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(xs, ws, layout.y_spec), out_specs=out, check_vma=check_vma)
     return jax.jit(mapped, donate_argnums=(0, 2))
 
 
@@ -119,21 +130,23 @@ def global_program(layout: Layout, mesh: Mesh, calls: int, call: Call) -> jax.st
     The chain's link stays a matter of each rank, else the partitioner would communicate for it.
     """
     link = jax.shard_map(linked, mesh=mesh, in_specs=(layout.x_spec, layout.y_spec), out_specs=layout.x_spec)
+    end = jax.shard_map(ended, mesh=mesh, in_specs=layout.y_spec, out_specs=ENDED_SPEC)
     x_sharding, w_sharding, y_sharding = (
         NamedSharding(mesh, spec) for spec in (layout.x_spec, layout.w_spec, layout.y_spec)
     )
 
-    def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array]:
+    def body(xs: Sequence[jax.Array], ws: Sequence[jax.Array], y: jax.Array) -> tuple[Arrays, jax.Array, jax.Array]:
         handed_on = []
         for x, w in zip(xs, ws, strict=True):
             x = jax.lax.optimization_barrier(link(x, y))
             y = jax.lax.with_sharding_constraint(call(x, w), y_sharding)
             y = jax.lax.optimization_barrier(y)
             handed_on.append(x)
-        return tuple(handed_on), y
+        return tuple(handed_on), y, end(y)
 
     xs, ws = (x_sharding,) * calls, (w_sharding,) * calls
-    return jax.jit(body, in_shardings=(xs, ws, y_sharding), out_shardings=(xs, y_sharding), donate_argnums=(0, 2))
+    out = xs, y_sharding, NamedSharding(mesh, ENDED_SPEC)
+    return jax.jit(body, in_shardings=(xs, ws, y_sharding), out_shardings=out, donate_argnums=(0, 2))
 
 
 def random_arrays(
@@ -204,21 +217,28 @@ class Chains:
         return {name: functools.partial(self.sample, name) for name in self._running}
 
     def sample(self, name: str, programs: int) -> float:
-        run = self._running[name]
-        xs, y = self._xs[run.xs_of], run.y
+        """Seconds of so many programs, from the end of one before them."""
+        before = self._dispatch(name)
+        self._dispatch(name)  # before anybody waits: the devices have work
+        before.block_until_ready()
         start = time.perf_counter()
-        for _ in range(programs):
-            xs, y = run.program(xs, run.ws, y)
-        jax.block_until_ready((xs, y))
-        seconds = time.perf_counter() - start
-        self._xs[run.xs_of], run.y = xs, y
-        return seconds
+        for _ in range(programs - 1):
+            self._dispatch(name)
+        jax.block_until_ready(self._running[name].y)
+        return time.perf_counter() - start
+
+    def _dispatch(self, name: str) -> jax.Array:
+        """One program; ready when that has ended."""
+        run = self._running[name]
+        end: jax.Array
+        self._xs[run.xs_of], run.y, end = run.program(self._xs[run.xs_of], run.ws, run.y)
+        return end
 
     def compare(self, name: str, reference: str, when: str) -> float:
         """Runs both programs from the same state and returns how far apart their results are, if not too far."""
         self._running[name].y = jnp.copy(self._running[reference].y)  # each program consumes its own
         for each in (name, reference):
-            self.sample(each, 1)
+            self._dispatch(each)
         error = float(relative_error(self._running[name].y, self._running[reference].y))
         most = FLOAT8_TOLERANCE if self.shape.float8 else TOLERANCE
         if not error <= most:  # also NaN

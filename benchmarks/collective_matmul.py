@@ -7,8 +7,8 @@ benchmarks/report.py.
 
 All devices of this process are one team. What is timed, and why it is a fair time:
 
-* Calls are chained in programs, programs are dispatched without waiting, and a sample lasts about 20 ms, until all
-  devices are done: chains.py.
+* Calls are chained in programs, programs are dispatched without waiting, and a sample lasts about 20 ms, from the end
+  of a program before it until all devices are done: chains.py.
 * Variants take turns in rounds, every round in an independent random order (seeded), never in a fixed or cyclic one: on
   power-limited GPUs what follows the hot GEMM is clocked lower than what follows the cool, communication-bound XLA, so
   an order that repeats biases ratios by several percent. Times are medians over the rounds, with their interquartile
@@ -49,12 +49,19 @@ from jax.sharding import Mesh
 import entwine_jax
 from benchmarks import chains, epilogues, link, peers, rounds
 from benchmarks.chains import AXIS
-from benchmarks.shapes import ALL_REDUCE_OP, LINK_BYTES_PER_SECOND, SUITES, TINY, TINY_FLOAT8, Shape
+from benchmarks.shapes import (
+    ALL_REDUCE_OP,
+    LINK_BYTES_PER_SECOND,
+    MOST_CALLS,
+    PROGRAM_MS,
+    SUITES,
+    TINY,
+    TINY_FLOAT8,
+    Shape,
+)
 
 PEERS = ("xla", *peers.MODULES)
 STRATEGIES = ("fused", "auto")
-# With so few rows a call takes some ten microseconds, so that programs of more calls keep dispatch ahead.
-FEW_ROWS = 512
 
 
 def progress(text: str) -> None:
@@ -64,7 +71,7 @@ def progress(text: str) -> None:
 @dataclasses.dataclass(frozen=True)
 class Settings:
     rounds: int
-    calls: int
+    calls: int  # in one program, at the most
     sample_seconds: float
     strategies: tuple[str, ...]
 
@@ -129,7 +136,7 @@ class LinkAlone:
 def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone: LinkAlone) -> list[dict[str, Any]]:
     """One row for each strategy, all from the same rounds."""
     start, ranks = time.perf_counter(), mesh.size
-    calls = settings.calls * (2 if shape.m <= FEW_ROWS else 1)
+    calls = shape.calls(settings.calls)
     programs = chains.Chains(shape, mesh, calls)
     layout, gemm = chains.collective_layout(shape, ranks), chains.gemm_layout(shape, ranks)
     for name in ("xla", *settings.strategies):
@@ -239,8 +246,9 @@ def versions() -> dict[str, str]:
 
 def method(settings: Settings) -> list[str]:
     return [
-        f"medians of {settings.rounds} rounds, each in a random order of its own; {settings.calls} chained calls a"
-        f" program, twice as many up to m={FEW_ROWS}; samples of {settings.sample_seconds * 1e3:.0f} ms",
+        f"medians of {settings.rounds} rounds, each in a random order of its own; some {PROGRAM_MS:.0f} ms of chained"
+        f" calls a program, {settings.calls} at the most; samples of {settings.sample_seconds * 1e3:.0f} ms, from the"
+        " end of a program before them",
         "ours_over_xla, ours_over_gemm and bound_over_ours are medians of the ratios within each round",
         "gemm_ms is XLA's dot of one rank's shapes without any collective",
         "link_ms is the time of one rank's bytes with all directions busy",
@@ -278,7 +286,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=40, help="samples of each variant and shape; peers take half of it"
     )
-    parser.add_argument("--calls", type=int, default=8, help="calls in one program; peers take half of it")
+    parser.add_argument("--calls", type=int, default=MOST_CALLS, help="calls in one program, at the most")
     parser.add_argument("--peer-seconds", type=float, help="for each peer process; default: 30, and 4 for each shape")
     parser.add_argument("--platform", help="for example cpu; by default JAX's own choice")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few rounds: a smoke test for any machine")
@@ -297,7 +305,7 @@ def run_peers(options: argparse.Namespace, settings: Settings, ranks: int, about
             out="",
             ranks=ranks,
             rounds=max(2, settings.rounds // 2),
-            calls=max(1, settings.calls // 2),
+            calls=settings.calls,
             sample_seconds=settings.sample_seconds,
             seconds=options.peer_seconds or 30 + 4 * len(shapes),
             platform=options.platform,
@@ -345,8 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             try:
                 if suite == "epilogues":
-                    few = 2 if shape.m <= FEW_ROWS else 1
-                    times = settings.rounds, few * settings.calls, settings.sample_seconds
+                    times = settings.rounds, shape.calls(settings.calls), settings.sample_seconds
                     about.setdefault("epilogues", []).append(epilogues.measure(shape, mesh, *times, progress))
                 else:
                     about["rows"] += measure(shape, suite, mesh, settings, link_alone)

@@ -13,6 +13,11 @@ ALL_REDUCE_OP = "matmul_all_reduce"
 LINK_BYTES_PER_SECOND = 385e9
 
 
+# To dispatch a program takes 0.15 to 0.5 ms of the host's time: what one lasts, so that it is always ahead.
+PROGRAM_MS = 2.0
+MOST_CALLS = 40
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One rank's GEMM: (m, k) @ (k, n); the m rows are the gathered ones, or those that are summed, and scattered or
@@ -37,6 +42,13 @@ class Shape:
         columns = self.k if self.op == ALL_GATHER else self.n
         element_bytes = 1 if self.float8 and self.op == ALL_GATHER else 2
         return -(-self.m // ranks) * columns * element_bytes * (2 if self.op == ALL_REDUCE_OP else 1)
+
+    def calls(self, most: int) -> int:
+        """So many that a program of them takes PROGRAM_MS, but 2 to `most`: by the GEMM's or the weights' time,
+        and something for each call."""
+        weights = self.n * self.k * (1 if self.float8 else 2)
+        ms = max(2 * self.m * self.n * self.k / 700e12, weights / 4e12) * 1e3 + 0.01
+        return min(most, max(2, round(PROGRAM_MS / ms)))
 
     def link_ms(self, ranks: int) -> float:
         """A model, not a measurement: the bytes over LINK_BYTES_PER_SECOND."""

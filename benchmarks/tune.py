@@ -25,7 +25,7 @@ import entwine_jax
 from benchmarks import chains, rounds
 from benchmarks.chains import AXIS
 from benchmarks.collective_matmul import machine, progress, versions, write
-from benchmarks.shapes import SUITES, TINY, Shape
+from benchmarks.shapes import MOST_CALLS, SUITES, TINY, Shape
 from entwine_jax import Config
 
 
@@ -47,7 +47,7 @@ def tune(shape: Shape, mesh: Mesh, seconds: float) -> tuple[entwine_jax.Tuned, f
 
 def compare(shape: Shape, mesh: Mesh, count: int, sample_seconds: float) -> dict[str, Any]:
     """The cost model's plan, the tuned one and XLA in turns, all checked against XLA."""
-    layout, calls = chains.collective_layout(shape, mesh.size), 8
+    layout, calls = chains.collective_layout(shape, mesh.size), shape.calls(MOST_CALLS)
     programs = chains.Chains(shape, mesh, calls)
     for name, each in (
         ("xla", call(shape, "xla", False)),

@@ -40,7 +40,7 @@ class Job:
     out: str
     ranks: int
     rounds: int
-    calls: int
+    calls: int  # in one program, at the most
     sample_seconds: float
     seconds: float  # when to stop
     platform: str | None

@@ -35,8 +35,9 @@ def plain_xla(shape: Shape) -> chains.Call:
     return lambda x, w: lax.psum_scatter(x @ w, AXIS, scatter_dimension=0, tiled=True)
 
 
-def with_references(shape: Shape, mesh: Mesh, calls: int) -> chains.Chains:
+def with_references(shape: Shape, mesh: Mesh, most_calls: int) -> chains.Chains:
     """With plain XLA, to compare results and times with, and the GEMM alone."""
+    calls = shape.calls(most_calls)
     programs = chains.Chains(shape, mesh, calls)
     layout, gemm = chains.collective_layout(shape, mesh.size), chains.gemm_layout(shape, mesh.size)
     programs.add("xla", layout, chains.per_rank_program(layout, mesh, calls, plain_xla(shape)))

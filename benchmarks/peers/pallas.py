@@ -73,7 +73,7 @@ def measure(kernels: Any, shape: Shape, mesh: Mesh, job: Job, results: Results, 
                     kernels.all_gather_lhs_matmul, axis_name=chains.AXIS, config=config, dtype=jnp.bfloat16
                 )
             )
-            program = chains.per_rank_program(layout, mesh, job.calls, call, check_vma=False)
+            program = chains.per_rank_program(layout, mesh, programs.calls, call, check_vma=False)
             programs.add(text, layout, program)
             sampler = programs.samplers()[text]
             repeats = rounds.repeats_for(sampler, job.sample_seconds / 4)

@@ -98,7 +98,7 @@ class Rank:
     def _variants(self, shape: Shape) -> dict[str, Callable[[int], Any]]:
         """By name what call number i does; it returns its result."""
         torch, dist, group = self._torch, self._dist, self._group
-        ranks, calls = self._job.ranks, self._job.calls
+        ranks, calls = self._job.ranks, shape.calls(self._job.calls)
         m, n, k = shape.m, shape.n, shape.k
         ws = [self._random(k, n, k**-0.5) for _ in range(calls)]
         whole = self._empty(m, n)
@@ -141,19 +141,20 @@ class Rank:
             return {SEQUENTIAL: reduced, "gemm": gemm}
         return {FUSED: fused, SEQUENTIAL: sequential, "gemm": gemm}
 
-    def _sampler(self, variant: Callable[[int], Any]) -> rounds.Sampler:
-        calls = self._job.calls
-
+    def _sampler(self, variant: Callable[[int], Any], calls: int) -> rounds.Sampler:
         def sample(programs: int) -> float:
+            """From the end of a program before them, as in chains.py."""
+            start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._torch.cuda.synchronize()
             self._dist.barrier()
-            self._torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(programs):
+            for program in range(programs + 1):
                 for call in range(calls):
                     variant(call)
+                if program == 0:
+                    start.record()
+            end.record()
             self._torch.cuda.synchronize()
-            return time.perf_counter() - start
+            return float(start.elapsed_time(end)) * 1e-3
 
         return sample
 
@@ -182,7 +183,8 @@ class Rank:
         except Exception as error:  # on all ranks alike; a peer's fault is a note
             notes.append(f"{shape}: {FUSED}: {type(error).__name__}: {error}"[:500])
             variants.pop(FUSED, None)
-        samplers = {name: self._sampler(variant) for name, variant in variants.items()}
+        calls = shape.calls(self._job.calls)
+        samplers = {name: self._sampler(variant, calls) for name, variant in variants.items()}
         repeats: dict[str, int] = {}
         for name, sampler in samplers.items():
             for _ in range(2):
@@ -191,9 +193,7 @@ class Rank:
             repeats[name] = rounds.repeats_of(self._slowest([sampler(3) / 3])[0], self._job.sample_seconds)
         samples = rounds.sample_rounds(samplers, repeats, self._job.rounds, str(shape))
         samples = {name: self._slowest(seconds) for name, seconds in samples.items()}
-        return {
-            name: rounds.details(samples, name, self._job.calls) | {"error": error} for name, error in errors.items()
-        }
+        return {name: rounds.details(samples, name, calls) | {"error": error} for name, error in errors.items()}
 
 
 def work(job: Job) -> None:

@@ -21,7 +21,7 @@ def main(job: Job) -> None:
         try:
             programs = common.with_references(shape, mesh, job.calls)
             layout = chains.collective_layout(shape, mesh.size)
-            programs.add("xla_windowed", layout, chains.global_program(layout, mesh, job.calls, jnp.matmul))
+            programs.add("xla_windowed", layout, chains.global_program(layout, mesh, programs.calls, jnp.matmul))
             results.add(shape, {"xla_windowed": common.timed("xla_windowed", programs, job)})
         except Exception as error:  # a peer's fault is a note
             results.note(f"{shape}: {type(error).__name__}: {error}"[:500])
