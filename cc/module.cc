@@ -20,6 +20,7 @@
 #ifdef ENTWINE_WITH_CUDA
 #include "ffi/cuda_handlers.h"
 #include "ffi/problem.h"
+#include "team/arena.h"
 #include "team/nccl.h"
 #include "team/trace.h"
 #endif
@@ -59,6 +60,21 @@ nb::dict registrations() {
   platforms["CUDA"] = cuda_registrations();
 #endif
   return platforms;
+}
+
+// (platform, device, rank, ranks, bytes of each arena).
+using RankMemory = std::tuple<std::string, int64_t, uint32_t, uint32_t, std::vector<uint64_t>>;
+
+std::vector<RankMemory> memory() {
+  std::vector<RankMemory> every;
+  auto add = [&](char const* platform, std::vector<team::TeamMemory> const& teams) {
+    for (team::TeamMemory const& team : teams) every.emplace_back(platform, team.device, team.rank, team.ranks, team.arenas);
+  };
+  add("cpu", cpu_memory());
+#ifdef ENTWINE_WITH_CUDA
+  add("cuda", team::Team::memory());
+#endif
+  return every;
 }
 
 bool cuda_built() {
@@ -230,6 +246,9 @@ nb::list stop_trace() {
 NB_MODULE(_core, m) {
   m.doc() = "The compiled part of entwine_jax.";
   m.def("registrations", &registrations, "FFI handlers: {platform: {target: {stage: capsule}}}.");
+  // An arena may be in the making meanwhile, by a thread that wants to have Python too.
+  m.def("memory", &memory, nb::call_guard<nb::gil_scoped_release>(),
+        "What arenas take, of each rank of each team here: (platform, device, rank, ranks, bytes of each arena).");
   m.def("cuda_built", &cuda_built, "Whether the CUDA kernels are compiled in.");
   nb::list tiles;
   for (TileShape tile : kSm90Tiles) tiles.append(nb::make_tuple(tile.m, tile.n));

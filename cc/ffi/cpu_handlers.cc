@@ -58,12 +58,21 @@ struct CallSite {
 };
 ffi::TypeId CallSite::id = XLA_FFI_UNKNOWN_TYPE_ID;
 
-// The team whose ranks have these logical ids. Teams are never destroyed: their threads may outlive main().
+// By the logical ids of their ranks. Never destroyed: their threads may outlive main().
+struct Teams {
+  std::mutex mutex;
+  std::map<std::vector<int64_t>, std::unique_ptr<host::Team>> of;
+};
+
+Teams& teams() {
+  static auto* const teams = new Teams;
+  return *teams;
+}
+
 host::Team& team_of(std::vector<int64_t> const& ids) {
-  static auto* mutex = new std::mutex;
-  static auto* teams = new std::map<std::vector<int64_t>, std::unique_ptr<host::Team>>;
-  std::lock_guard<std::mutex> lock(*mutex);
-  std::unique_ptr<host::Team>& team = (*teams)[ids];
+  Teams& all = teams();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  std::unique_ptr<host::Team>& team = all.of[ids];
   if (!team) team = std::make_unique<host::Team>(static_cast<uint32_t>(ids.size()), team::first_epoch());
   return *team;
 }
@@ -215,6 +224,18 @@ nb::dict cpu_registrations() {
   targets["entwine_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter>();
   targets["entwine_matmul_all_reduce"] = stages<Op::kMatmulAllReduce>();
   return targets;
+}
+
+std::vector<team::TeamMemory> cpu_memory() {
+  std::vector<team::TeamMemory> memory;
+  Teams& all = teams();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto const& [ids, team] : all.of) {
+    uint32_t ranks = static_cast<uint32_t>(ids.size());
+    std::vector<uint64_t> arenas = team->arenas();
+    for (uint32_t rank = 0; rank < ranks; ++rank) memory.push_back({ids[rank], rank, ranks, arenas});
+  }
+  return memory;
 }
 
 }  // namespace entwine

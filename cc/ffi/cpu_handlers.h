@@ -3,9 +3,16 @@
 
 #include <nanobind/nanobind.h>
 
+#include <vector>
+
+#include "team/team_memory.h"
+
 namespace entwine {
 
 // {target: {stage: capsule}}, as jax.ffi.register_ffi_target takes it.
 nanobind::dict cpu_registrations();
+
+// Of the host executor's teams.
+std::vector<team::TeamMemory> cpu_memory();
 
 }  // namespace entwine

@@ -78,6 +78,14 @@ void Team::submit(uint32_t rank, CallKey const& key, CallSpec const& spec, Opera
   rank_[rank]->changed.notify_all();
 }
 
+std::vector<uint64_t> Team::arenas() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<uint64_t> bytes;
+  if (generation_)
+    for (auto const& set : generation_->sets) bytes.push_back(set->layout.bytes());
+  return bytes;
+}
+
 std::shared_ptr<Team::Call> Team::open_call(CallKey const& key, CallSpec const& spec) {
   if (auto found = open_.find(key); found != open_.end()) return found->second;
   if (!generation_) generation_ = std::make_shared<Generation>();

@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <vector>
 
 #include "host/executor.h"
 
@@ -36,6 +37,9 @@ class Team {
 
   // `rank` has come to a call. All ranks must give the same spec.
   void submit(uint32_t rank, CallKey const& key, CallSpec const& spec, Operands const& operands, Done done);
+
+  // Bytes of each arena that a rank has, in the order in which they were made; all ranks have the same.
+  std::vector<uint64_t> arenas();
 
  private:
   struct ArenaSet;

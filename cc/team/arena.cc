@@ -23,19 +23,40 @@ struct WindowHead {
   uint32_t stride_4g;
 };
 
+struct Teams {
+  std::mutex mutex;
+  std::map<NcclComm, std::unique_ptr<Team>> of;
+};
+
+Teams& teams() {
+  static auto* const teams = new Teams;  // never destroyed: XLA may outlive statics
+  return *teams;
+}
+
 }  // namespace
 
 Team* Team::of(NcclComm communicator, int device, std::string* why) {
-  static std::mutex mutex;
-  static auto* teams = new std::map<NcclComm, std::unique_ptr<Team>>;  // never destroyed: XLA may outlive statics
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = teams->find(communicator);
-  if (found != teams->end()) return found->second.get();
+  Teams& all = teams();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto found = all.of.find(communicator);
+  if (found != all.of.end()) return found->second.get();
   Nccl const* nccl = bind_nccl(why);
   if (nccl == nullptr) return nullptr;
   std::unique_ptr<Team> team(new Team(nccl, communicator, device));
   if (!team->start(why)) return nullptr;
-  return (*teams)[communicator] = std::move(team), (*teams)[communicator].get();
+  return (all.of[communicator] = std::move(team)).get();
+}
+
+std::vector<TeamMemory> Team::memory() {
+  std::vector<TeamMemory> memory;
+  Teams& all = teams();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto const& [communicator, team] : all.of) {
+    std::lock_guard<std::mutex> arenas(team->mutex_);
+    memory.push_back({team->device_, static_cast<uint32_t>(team->rank_), static_cast<uint32_t>(team->size_), {}});
+    for (Arena const& arena : team->arenas_) memory.back().arenas.push_back(arena.layout.bytes());
+  }
+  return memory;
 }
 
 bool Team::start(std::string* why) {

@@ -11,9 +11,11 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "schedule/arena_layout.h"
 #include "team/nccl.h"
+#include "team/team_memory.h"
 
 namespace entwine::team {
 
@@ -27,6 +29,8 @@ class Team {
  public:
   // The team of a communicator lent by XLA; made at the first call. Null and `why` if NCCL can't be used.
   static Team* of(NcclComm communicator, int device, std::string* why);
+  // Of all teams that there are. Waits while an arena is being made.
+  static std::vector<TeamMemory> memory();
 
   int rank() const { return rank_; }
   int size() const { return size_; }
