@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import OPS, fused, integers, mesh_of, product, spread
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -122,6 +122,83 @@ def test_shapes_and_dtypes(op, numbers, replaced, dtypes, alike):
         if y.size:  # else XLA makes no call at all
             assert shapes == good
             np.testing.assert_array_equal(y, float(shapes[0][2] * (1 if op == "all_gather_matmul" else RANKS)))
+    works(op)
+
+
+SEVERAL = (4, 7, 1, 33)  # the size that each product has of its own
+
+
+def several(op, count, biased, attributes, spoiled):
+    """As `call`, of `count` products, of which `spoiled` replaces some operands' and results' shapes and dtypes, by
+    their places, or leaves them out (None). Returns the results of the ranks."""
+    gather, m_shard, other = op == "all_gather_matmul", 3, 5
+    x_shape, _, y_shape = shapes_of(op, 2, m_shard, 1, 1)
+    pairs = [(other, size) if gather else (size, other) for size in SEVERAL[:count]]
+    xs = [(*x_shape[:2], k) for k, _ in pairs]
+    ys = [(*y_shape[:2], n) for _, n in pairs] if gather else [(*y_shape[:2], other)]
+    more = [shape for i in range(1, count) for shape in ((pairs[i],) if gather else (xs[i], pairs[i]))]
+    biases = [(pairs[i][1],) for i in range(len(ys)) if biased >> i & 1]
+    arguments = [(shape, jnp.float32) for shape in (xs[0], pairs[0], *more, *biases)]
+    results = [(shape, jnp.float32) for shape in ys]
+    for place, instead in spoiled.items():
+        of = arguments if place < len(arguments) else results
+        of[place if place < len(arguments) else (place - len(arguments)) % len(results)] = instead
+    arguments, results = ([each for each in of if each is not None] for of in (arguments, results))
+    numbers = {
+        name: np.int64(value) for name, value in (GOOD | {"products": count, "biased": biased} | attributes).items()
+    }
+
+    def rank(where):
+        values = [jnp.ones(shape, dtype) for shape, dtype in arguments]
+        types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+        run = jax.ffi.ffi_call(f"entwine_{op}", types)
+        made = run(*values[:2], where[0], *values[2:], groups=np.array([0, 1], np.int64), **numbers)
+        return [y[None] for y in made]
+
+    run = jax.jit(jax.shard_map(rank, mesh=mesh_of((RANKS,)), in_specs=P("t"), out_specs=P("t"), check_vma=False))
+    return [np.asarray(y).astype(np.float64) for y in run(jnp.asarray([(0, 0), (0, 1)], jnp.int32))]
+
+
+def right(op, ys, count, biased):
+    """Ones times ones."""
+    for i, y in enumerate(ys):
+        sum_of = 5 if op == "all_gather_matmul" else RANKS * sum(SEVERAL[:count])
+        np.testing.assert_array_equal(y, sum_of + (biased >> i & 1))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_several_products(op, count):
+    """Good ones, with and without biases."""
+    for biased in (0, 1, 2**count - 1) if op == "all_gather_matmul" else (0, 1):
+        right(op, several(op, count, biased, {}, {}), count, biased)
+
+
+instead = st.none() | st.tuples(
+    st.lists(sizes, min_size=0, max_size=4).map(tuple), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])
+)
+
+
+@profile
+@given(
+    st.sampled_from(OPS),
+    st.integers(2, 4),
+    st.integers(0, 15),
+    st.dictionaries(st.sampled_from(["products", "biased", "activation", "scaled", "tile_n"]), odd, max_size=2),
+    st.dictionaries(st.integers(0, 14), instead, max_size=2),
+)
+def test_spoiled_products(op, count, biased, odd_ones, spoiled):
+    """Operands that are missing, too many, of other shapes and types than the attributes say."""
+    assume(not any(place in (0, 1) and of is None for place, of in spoiled.items()))
+    try:
+        ys = several(op, count, biased, odd_ones, spoiled)
+    except jax.errors.JaxRuntimeError as error:
+        # Where the handler itself lacks an operand or a result, it is XLA that says so.
+        assert f"entwine_jax.{op}" in str(error) or "Wrong number of" in str(error), error
+    else:
+        # Without results, or with empty ones, XLA makes no call at all.
+        if ys and all(y.size for y in ys) and odd_ones.get("activation", 0) <= 1:
+            right(op, ys, count, biased)
     works(op)
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -50,6 +51,11 @@ struct Input {
   std::vector<int64_t> x, w, y, z, whole, bias, scale, groups;  // z, whole: beside or gathered, if they are there
   bool has_z = false, has_whole = false, has_bias = false, has_scale = false;
   ffi::DataType x_type, w_type, y_type, z_type, whole_type, bias_type = ffi::F32, scale_type = ffi::F32;
+  struct More {  // of a product after the first
+    std::vector<int64_t> x, w, y, bias;
+    bool has_x = false, has_w = false, has_y = false, has_bias = false;
+    ffi::DataType x_type = ffi::F32, w_type = ffi::F32, y_type = ffi::F32, bias_type = ffi::F32;
+  } more[schedule::kMaxProducts - 1];
   CallAttributes attributes{};
 
   Buffers buffers() {
@@ -66,6 +72,18 @@ struct Input {
     if (has_scale) all.scale = ffi::AnyBuffer(&buffer_[6]);
     if (has_z) all.z = ffi::AnyBuffer(&buffer_[3]);
     if (has_whole) all.gathered = ffi::AnyBuffer(&buffer_[4]);
+    int at = 7;
+    auto optional = [&](bool there, std::vector<int64_t>& dims, ffi::DataType type) {
+      describe(at, dims, type);
+      return there ? std::optional(ffi::AnyBuffer(&buffer_[at++])) : (++at, std::nullopt);
+    };
+    for (uint32_t i = 0; i + 1 < schedule::kMaxProducts; ++i) {
+      More& m = more[i];
+      all.more[i].x = optional(m.has_x, m.x, m.x_type);
+      all.more[i].w = optional(m.has_w, m.w, m.w_type);
+      all.more[i].y = optional(m.has_y, m.y, m.y_type);
+      all.more[i].bias = optional(m.has_bias, m.bias, m.bias_type);
+    }
     return all;
   }
 
@@ -77,8 +95,33 @@ struct Input {
     buffer_[i].rank = static_cast<int64_t>(dims.size());
     buffer_[i].dims = dims.data();
   }
-  XLA_FFI_Buffer buffer_[7];
+  XLA_FFI_Buffer buffer_[7 + 4 * (schedule::kMaxProducts - 1)];
 };
+
+// The products after the first of one that decodes.
+inline void add_products(Input& in, Random& random, int64_t most) {
+  auto& a = in.attributes;
+  bool gather = in.op == Op::kAllGatherMatmul;
+  a.products = random.one_in(2) ? 1 : random.from(2, schedule::kMaxProducts);
+  for (int64_t i = 1; i < a.products; ++i) {
+    Input::More& m = in.more[i - 1];
+    int64_t size = random.from(1, most), n = gather ? size : in.y[2], k = gather ? in.x[2] : size;
+    m.has_w = true;
+    m.has_x = !gather;
+    m.has_y = gather;
+    m.x = {in.x[0], in.x[1], k};
+    m.w = a.transpose_w != 0 ? std::vector{n, k} : std::vector{k, n};
+    m.y = {in.y[0], in.y[1], n};
+    m.bias = {n};
+    m.x_type = in.x_type;
+    m.w_type = in.w_type;
+    m.y_type = in.y_type;
+    if (!gather) continue;
+    m.has_bias = random.one_in(3);
+    a.biased |= int64_t(m.has_bias) << i;
+    a.activation |= random.from(0, schedule::kActivations - 1) << (8 * i);
+  }
+}
 
 // One that decodes: mostly small, sometimes of a large model or larger.
 inline Input good(Random& random) {
@@ -107,10 +150,10 @@ inline Input good(Random& random) {
   if (random.one_in(3)) in.y_type = ffi::F32;
   in.has_bias = random.one_in(3);
   in.bias = {n};
-  a.products = 1;
   a.scaled = in.has_scale;
   a.biased = in.has_bias;
   a.activation = random.from(0, schedule::kActivations - 1);
+  add_products(in, random, most);
   in.z_type = in.whole_type = gather ? in.x_type : kTypes[1 + random.below(std::size(kTypes) - 1)];
   in.z = {random.from(1, 3), random.from(1, most), random.from(1, most)};
   in.has_whole = !replicate && random.one_in(2);
@@ -136,21 +179,30 @@ inline void spoil(Input& in, Random& random) {
   int64_t* attributes[] = {&a.team_size, &a.transpose_w, &a.products,   &a.tile_m,   &a.tile_n,  &a.raster,
                            &a.lead,      &a.transport,   &a.pushers,    &a.copiers,  &a.biased,  &a.activation,
                            &a.scaled,    &a.few_rows,    &a.timeout_ms, &a.stall_us, &a.workers, &a.stall_seed};
-  std::vector<int64_t>* dims[] = {&in.x, &in.w, &in.y, &in.z, &in.whole, &in.bias, &in.scale};
-  ffi::DataType* types[] = {&in.x_type, &in.w_type, &in.y_type, &in.z_type, &in.whole_type, &in.bias_type, &in.scale_type};
-  bool* there[] = {&in.has_z, &in.has_whole, &in.has_bias, &in.has_scale};
+  std::vector<std::vector<int64_t>*> dims = {&in.x, &in.w, &in.y, &in.z, &in.whole, &in.bias, &in.scale};
+  std::vector<ffi::DataType*> types = {&in.x_type,     &in.w_type,    &in.y_type,    &in.z_type,
+                                       &in.whole_type, &in.bias_type, &in.scale_type};
+  std::vector<bool*> there = {&in.has_z, &in.has_whole, &in.has_bias, &in.has_scale};
+  // Of the other products where there are any, and now and then where there are none.
+  for (int64_t i = 1; i < (random.one_in(8) ? schedule::kMaxProducts : a.products); ++i) {
+    if (i >= schedule::kMaxProducts) break;
+    Input::More& m = in.more[i - 1];
+    dims.insert(dims.end(), {&m.x, &m.w, &m.y, &m.bias});
+    types.insert(types.end(), {&m.x_type, &m.w_type, &m.y_type, &m.bias_type});
+    there.insert(there.end(), {&m.has_x, &m.has_w, &m.has_y, &m.has_bias});
+  }
   switch (random.below(8)) {
     case 0:
     case 1:
       *attributes[random.below(std::size(attributes))] = random.odd();
       break;
     case 2: {  // one size alone
-      auto& some = *dims[random.below(std::size(dims))];
+      auto& some = *dims[random.below(dims.size())];
       if (!some.empty()) some[random.below(some.size())] = random.odd();
       break;
     }
     case 3: {  // one size wherever it stands
-      auto& some = *dims[random.below(std::size(dims))];
+      auto& some = *dims[random.below(dims.size())];
       if (some.empty()) break;
       int64_t old = some[random.below(some.size())], now = random.odd();
       int64_t scaled = int64_t(uint64_t(now) * uint64_t(a.team_size)), whole = int64_t(uint64_t(old) * uint64_t(a.team_size));
@@ -159,7 +211,7 @@ inline void spoil(Input& in, Random& random) {
       break;
     }
     case 4: {  // a rank
-      auto& some = *dims[random.below(std::size(dims))];
+      auto& some = *dims[random.below(dims.size())];
       if (random.one_in(2) && !some.empty())
         some.pop_back();
       else
@@ -167,10 +219,10 @@ inline void spoil(Input& in, Random& random) {
       break;
     }
     case 5:
-      *types[random.below(std::size(types))] = kTypes[random.below(std::size(kTypes))];
+      *types[random.below(types.size())] = kTypes[random.below(std::size(kTypes))];
       break;
     case 6:
-      *there[random.below(std::size(there))] = random.one_in(2);
+      *there[random.below(there.size())] = random.one_in(2);
       break;
     default:
       in.groups.resize(random.below(20), random.odd());

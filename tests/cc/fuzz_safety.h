@@ -24,11 +24,13 @@ class Safety {
     bool kernel = in_.target == Target::kSm90;
     if (kernel && !schedule::is_sm90_tile(g_.tile_m, g_.tile_n)) return why_;  // kernel/sm90.cc refuses those
     // What it refuses or never runs as few rows is not looked at as few rows.
-    bool few = kernel && p_.plan.form == schedule::Form::kFewRows && schedule::are_few_rows(p_.op, g_) && !in_.has_whole;
+    bool few = kernel && p_.plan.form == schedule::Form::kFewRows && schedule::are_few_rows(p_.op, g_) && !in_.has_whole &&
+               p_.products.count == 1;
     uint32_t element = p_.op == Op::kAllGatherMatmul ? size : out;
     arena(schedule::arena_demand(p_.op, g_, parts, element, p_.gathering), tiles_bytes(element), words(parts));
     if (few) few_rows(element);
     orders(random);
+    products(random);
     gathered();
     planned(out);
     return why_;
@@ -42,7 +44,13 @@ class Safety {
   void shape() {
     bool gather = p_.op == Op::kAllGatherMatmul, replicate = p_.op == Op::kMatmulAllReduce;
     expect(g_.ranks == uint64_t(in_.attributes.team_size), "ranks");
-    expect(g_.k == uint64_t(in_.x[2]) && g_.n == uint64_t(in_.y[2]), "n and k");
+    // What the products share, and the joined size of what each has of its own: whole tiles of columns, or all of k.
+    Wide joined = 0;
+    for (int64_t i = 0; i < in_.attributes.products; ++i) {
+      Wide size = Wide(own_size(i));
+      joined += gather && in_.attributes.products > 1 ? (size + g_.tile_n - 1) / g_.tile_n * g_.tile_n : size;
+    }
+    expect(gather ? g_.k == uint64_t(in_.x[2]) && g_.n == joined : g_.k == joined && g_.n == uint64_t(in_.y[2]), "n and k");
     Wide rows = Wide(in_.x[0]) * Wide(gather ? in_.x[1] * in_.attributes.team_size : in_.x[1]);
     expect(Wide(g_.ranks) * g_.batch * g_.m_shard - g_.missing == rows, "rows");
     expect(!replicate || (g_.batch == 1 && g_.missing < g_.ranks * uint64_t(g_.m_shard)), "missing rows");
@@ -56,6 +64,38 @@ class Safety {
     expect(p_.plan.raster >= 1 && Wide(p_.plan.raster) * g_.cols() < (Wide(1) << 32), "raster");
   }
   static uint64_t larger(uint64_t a, uint64_t b) { return a < b ? b : a; }
+
+  // n of a product of an all-gather, k of one of the others.
+  uint64_t own_size(int64_t i) const {
+    bool gather = in_.op == Op::kAllGatherMatmul;
+    std::vector<int64_t> const& of = i == 0 ? (gather ? in_.y : in_.x) : gather ? in_.more[i - 1].y : in_.more[i - 1].x;
+    return uint64_t(of[2]);
+  }
+
+  // Which product a column tile or a k block is of.
+  void products(Random& random) {
+    schedule::Products const& all = p_.products;
+    expect(all.count == uint64_t(in_.attributes.products) && all.count <= schedule::kMaxProducts, "products");
+    if (!why_.empty()) return;
+    bool gather = p_.op == Op::kAllGatherMatmul;
+    uint32_t whole = gather ? g_.n : g_.k, block = gather ? g_.tile_n : 64;  // 64: the kernels' k block
+    schedule::Beginnings begin = schedule::beginnings(all, whole, block);
+    uint64_t blocks = 0;
+    for (uint32_t i = 0; i < all.count; ++i) {
+      expect(all.size(i, whole) == own_size(i), "the size of a product");
+      expect(begin.at[i] == blocks, "where a product begins");
+      blocks += (own_size(i) + block - 1) / block;
+    }
+    expect(begin.at[all.count] == blocks && blocks < (uint64_t{1} << 31), "where products end");
+    expect(!gather || blocks == g_.cols(), "tiles of products");
+    for (int i = 0; i < 6 && why_.empty(); ++i) {
+      uint32_t at = i == 0 ? 0 : i == 1 ? uint32_t(blocks - 1) : uint32_t(random.below(blocks)), of = begin.of(at);
+      expect(of < all.count && begin.at[of] <= at && at < begin.at[of + 1], "the product of a block");
+      if (all.count == 1) continue;
+      schedule::Products::Place place = all.find(at, block);
+      expect(place.product == of && place.block == at - begin.at[of], "the place of a block");
+    }
+  }
 
   Wide tiles_bytes(uint32_t element) const {
     Wide chunk = p_.op == Op::kAllGatherMatmul ? Wide(g_.batch) * g_.m_shard * g_.k * element

@@ -40,7 +40,11 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
     for (int64_t d : dims) bytes *= double(d);
     return bytes;
   };
-  double work = bytes_of(in.x, in.x_type) * double(in.y[2]) * double(in.attributes.team_size);
+  bool gather = problem.op == schedule::Op::kAllGatherMatmul;
+  uint32_t count = problem.products.count;
+  // As if all products were as large as they are together.
+  double work = double(problem.geometry.n) * double(problem.geometry.k) * double(ffi::ByteWidth(in.x_type)) * double(in.x[0]) *
+                double(in.x[1]) * double(in.attributes.team_size);
   double beside = problem.gathering.any() ? double(problem.gathering.chunk_bytes()) : 0;
   if (work > 2e5 || beside > 2e4 || in.attributes.workers < 1 || in.attributes.workers > 4) return false;
 
@@ -57,6 +61,7 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
                       problem.gathering,
                       problem.activation[0],
                       problem.products};
+  std::copy_n(problem.activation + 1, schedule::kMaxProducts - 1, spec.more_activations);
   spec.workers = uint32_t(in.attributes.workers);
   spec.timeout = host::Timeout(60000);
   // On the heap, where a byte too far is found; ones are exact in every type.
@@ -70,38 +75,54 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
     for (size_t i = 0, n = host::element_bytes(e); i < data.size(); i += n) std::memcpy(&data[i], &bits, n);
     return data;
   };
-  std::vector<float> bias, scale;
-  if (in.has_bias) bias.assign(size_t(in.bias[0]), 1);
+  std::vector<float> bias[schedule::kMaxProducts], scale;
+  if (in.has_bias) bias[0].assign(size_t(in.bias[0]), 1);
   if (in.has_scale) scale.assign(1, 1);
   std::vector<std::byte> x = make(bytes_of(in.x, in.x_type), *from), w = make(bytes_of(in.w, in.w_type), *second), z;
   if (in.has_z) z.assign(static_cast<size_t>(bytes_of(in.z, in.z_type)), std::byte{7});
-  std::vector<std::vector<std::byte>> y(ranks), whole(ranks);
+  // Of the products after the first, as the first has them.
+  std::vector<std::byte> xs[schedule::kMaxProducts], ws[schedule::kMaxProducts];
+  for (uint32_t i = 1; i < count; ++i) {
+    Input::More const& m = in.more[i - 1];
+    if (!gather) xs[i] = make(bytes_of(m.x, m.x_type), *from);
+    ws[i] = make(bytes_of(m.w, m.w_type), *second);
+    if (gather && m.has_bias) bias[i].assign(size_t(m.bias[0]), 1);
+  }
+  uint32_t results = gather ? count : 1;
+  std::vector<std::vector<std::byte>> y(ranks * results), whole(ranks);
   std::mutex mutex;
   std::condition_variable changed;
   uint32_t left = ranks;
   std::string error;
   for (uint32_t r = 0; r < ranks; ++r) {
     y[r].assign(static_cast<size_t>(bytes_of(in.y, in.y_type)), std::byte{0xff});
+    host::Operands operands{x.data(), w.data(), y[r].data()};
+    if (in.has_z) operands.z = z.data();
+    if (in.has_bias) operands.bias = bias[0].data();
+    if (in.has_scale) operands.scale = scale.data();
+    for (uint32_t i = 1; i < count; ++i) {
+      std::vector<std::byte>* its = gather ? &y[i * ranks + r] : nullptr;
+      if (its != nullptr) its->assign(static_cast<size_t>(bytes_of(in.more[i - 1].y, in.y_type)), std::byte{0xff});
+      operands.more[i - 1] = {gather ? nullptr : xs[i].data(), ws[i].data(), its != nullptr ? its->data() : nullptr,
+                              bias[i].empty() ? nullptr : bias[i].data()};
+    }
     if (in.has_whole) whole[r].assign(static_cast<size_t>(bytes_of(in.whole, in.whole_type)), std::byte{0xff});
-    teams[ranks]->submit(
-        r, {number, int64_t(number), 0}, spec,
-        {x.data(), w.data(), y[r].data(), in.has_z ? z.data() : nullptr, in.has_whole ? whole[r].data() : nullptr,
-         in.has_bias ? bias.data() : nullptr, in.has_scale ? scale.data() : nullptr},
-        [&](std::string const* why) {
-          std::lock_guard<std::mutex> lock(mutex);
-          if (why != nullptr) error = *why;
-          if (--left == 0) changed.notify_all();
-        });
+    if (in.has_whole) operands.gathered = whole[r].data();
+    teams[ranks]->submit(r, {number, int64_t(number), 0}, spec, operands, [&](std::string const* why) {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (why != nullptr) error = *why;
+      if (--left == 0) changed.notify_all();
+    });
   }
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [&] { return left == 0; });
   CHECK_THAT(error.empty(), error);
-  // k ones a rank, rounded as sums of ones are: equal everywhere, so the first element tells what all must be.
-  std::vector<std::byte> const& first = y[0];
+  // k ones a rank, rounded as sums of ones are: equal in all of a product's results, so the first element tells what all must
+  // be.
   size_t size = ffi::ByteWidth(in.y_type);
-  for (auto const& each : y)
-    for (size_t i = 0; i < each.size(); i += size)
-      if (std::memcmp(&each[i], first.data(), size) != 0) {
+  for (uint32_t of = 0; of < y.size(); ++of)
+    for (size_t i = 0; i < y[of].size(); i += size)
+      if (std::memcmp(&y[of][i], y[of / ranks * ranks].data(), size) != 0) {
         check::fail(__FILE__, __LINE__, "input " + std::to_string(number) + ": results of ones differ");
         return true;
       }
@@ -120,7 +141,7 @@ uint64_t setting(char const* name, uint64_t otherwise) {
 
 void any_input_is_a_problem_or_an_error() {
   uint64_t first = setting("ENTWINE_FUZZ_SEED", 0), inputs = setting("ENTWINE_FUZZ_INPUTS", 100'000);
-  uint64_t decoded = 0, refused = 0, run = 0;
+  uint64_t decoded = 0, refused = 0, run = 0, several = 0, several_run = 0;
   for (uint64_t number = first; number < first + inputs; ++number) {
     Random random{std::mt19937_64(number)};
     Input in = good(random);
@@ -135,14 +156,21 @@ void any_input_is_a_problem_or_an_error() {
     ++decoded;
     std::string why = Safety(in, *problem).find(random);
     CHECK_THAT(why.empty(), "input " << number << " decodes, but: " << why);
-    if (why.empty() && ran(in, *problem, number)) ++run;
+    several += problem->products.count > 1;
+    if (!why.empty() || !ran(in, *problem, number)) continue;
+    ++run;
+    several_run += problem->products.count > 1;
   }
   check::count("fuzz_inputs", inputs);
   check::count("fuzz_decoded", decoded);
   check::count("fuzz_refused", refused);
   check::count("fuzz_run", run);
+  check::count("fuzz_several_decoded", several);
+  check::count("fuzz_several_run", several_run);
   CHECK_THAT(inputs < 1000 || (decoded > inputs / 10 && refused > inputs / 10 && run > inputs / 200),
              decoded << " of " << inputs << " decoded, " << run << " run");
+  CHECK_THAT(inputs < 1000 || (several > inputs / 20 && several_run > inputs / 1000),
+             several << " of several products decoded, " << several_run << " run");
 }
 
 }  // namespace
