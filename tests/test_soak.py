@@ -60,6 +60,9 @@ def test_what_is_drawn():
     assert {call.op for program in drawn for call in program.calls} == set(draw.OPS)
     assert {(program.dtype, program.result) for program in drawn} == set(on.types)
     assert {program.ranks for program in drawn} == set(range(2, 9))
+    several = {(program.kind, call.gathers) for program in drawn for call in program.calls if call.more}
+    assert several == {(kind, gathers) for kind in ("one", "independent", "gradient") for gathers in (False, True)}
+    assert {len(call.sizes) for program in drawn for call in program.calls} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("kind", sorted(set(draw.KINDS)))

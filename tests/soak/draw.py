@@ -28,7 +28,10 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One op. m_shard, n and k are of one rank, as in the benchmark; all-reduce has `odd` rows fewer in all."""
+    """One op. m_shard, n and k are of one rank, as in the benchmark; all-reduce has `odd` rows fewer in all.
+
+    `more` are n of an all-gather's other weights, or k of the other pairs whose products are added.
+    """
 
     op: str
     batch: tuple[int, ...]
@@ -37,7 +40,7 @@ class Call:
     k: int
     config: tuple[tuple[str, Any], ...]
     odd: int = 0
-    weights: int = 1  # of an all-gather
+    more: tuple[int, ...] = ()
     gathered: bool = False  # is a result
     transpose_w: bool = False
     bias: bool = False
@@ -45,6 +48,23 @@ class Call:
 
     def rows(self, ranks: int) -> int:
         return ranks * self.m_shard - self.odd
+
+    @property
+    def gathers(self) -> bool:
+        return self.op == "all_gather_matmul"
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """k and n of each product."""
+        return [(self.k, self.n), *((self.k, size) if self.gathers else (size, self.n) for size in self.more)]
+
+    @property
+    def xs(self) -> int:
+        return 1 if self.gathers else len(self.sizes)
+
+    @property
+    def ys(self) -> int:
+        return len(self.sizes) if self.gathers else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +156,13 @@ class _Calls:
         m_shard, n, k = self.rows(), self.columns(), self.columns()
         odd = self.rng.randrange(min(m_shard, self.ranks)) if op == "matmul_all_reduce" else 0
         gather = op == "all_gather_matmul" and results
-        weights = self.rng.choice([1, 1, 2, 3]) if gather and not self.float8 else 1
+        # Of float8 there are sums, but no several weights.
+        alone = self.float8 and op == "all_gather_matmul"
+        more = tuple(self.columns() for _ in range(0 if alone else self.rng.choice([0, 0, 0, 1, 2, 3])))
         gathered = gather and self.rng.random() < 0.4
-        tiled = weights > 1 or gathered  # the kernels for few rows gather nothing for others
+        tiled = bool(more) or gathered  # the kernels for few rows take one product and gather nothing for others
         config = self.config(batch, m_shard, n, odd, tiled)
-        return Call(op, batch, m_shard, n, k, config, odd, weights, gathered, **self.finish(results))
+        return Call(op, batch, m_shard, n, k, config, odd, more, gathered, **self.finish(results))
 
     def chain(self, batch: tuple[int, ...], closed: bool) -> list[Call]:
         """Up, down, up, down ...; `closed` ends as wide as it begins."""

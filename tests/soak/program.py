@@ -80,7 +80,8 @@ class Built:
         return jax.device_put(value.astype(jnp.dtype(dtype)), NamedSharding(self.mesh, P(None, *spec)))
 
     def _rank(self, i: jax.Array, j: jax.Array, slow: jax.Array, steps: jax.Array, data: Any) -> jax.Array:
-        xs = [delayed(x[i], self.team, slow, steps) for x in data["x"]]
+        firsts = {*itertools.accumulate((call.xs for call in self.program.calls), initial=0)}
+        xs = [delayed(x[i], self.team, slow, steps) if k in firsts else x[i] for k, x in enumerate(data["x"])]
         ws, biases, dys = ([each[j] for each in data[name]] for name in ("w", "bias", "dy"))
         results = _results(self.program, self.team, xs, ws, biases, dys)
         wrong = [_compared(y, want[i * WS + j]) for y, want in zip(results, data["want"], strict=True)]
@@ -101,14 +102,14 @@ def _compared(got: jax.Array, want: jax.Array) -> jax.Array:
 
 
 def _op(call: Call, program: Program, team: Any, ws: Iterator[Any], biases: Iterator[Any]) -> Callable[..., Any]:
-    """The op as a function of x and its w, or all its w; takes those of `ws` and `biases` that are its own."""
+    """The op as a function of x and w, or of all its x and w; takes those of `ws` and `biases` that are its own."""
     options: dict[str, Any] = {"return_gathered": True} if call.gathered else {}
     if program.float8:
         options["scales"] = tuple(map(jnp.float32, SCALES))
-    w = list(itertools.islice(ws, call.weights))
-    bias = list(itertools.islice(biases, call.weights)) if call.bias else [None] * call.weights
-    activation = [call.activation] * call.weights
-    several = call.weights > 1
+    w = tuple(itertools.islice(ws, len(call.sizes)))
+    bias = list(itertools.islice(biases, call.ys)) if call.bias else [None] * call.ys
+    activation = [call.activation] * call.ys
+    several = call.ys > 1
     op = functools.partial(
         getattr(entwine_jax, call.op),
         axis_name=team,
@@ -120,7 +121,7 @@ def _op(call: Call, program: Program, team: Any, ws: Iterator[Any], biases: Iter
         activation=activation if several else activation[0],
         **options,
     )
-    return lambda x, given=None: op(x, given if given is not None else w if several else w[0])
+    return lambda x, given=None: op(x, given if given is not None else w if call.more else w[0])
 
 
 def _results(program: Program, team: Any, xs: list[Any], ws: list[Any], biases: list[Any], dys: list[Any]) -> list[Any]:
@@ -129,12 +130,15 @@ def _results(program: Program, team: Any, xs: list[Any], ws: list[Any], biases: 
         return [turn(xs[0])]
     if program.kind == "loop":
         return [lax.fori_loop(0, program.turns, lambda _, x: turn(x), xs[0])]
-    w, bias = iter(ws), iter(biases)
+    x, w, bias = iter(xs), iter(ws), iter(biases)
     ops = [_op(call, program, team, w, bias) for call in program.calls]
+    its = [tuple(itertools.islice(x, call.xs)) for call in program.calls]
     if program.kind == "gradient":
-        y, pull_back = jax.vjp(ops[0], xs[0], ws[0])
-        return [y, *pull_back(dys[0])]
-    return [y for op, x in zip(ops, xs, strict=True) for y in jax.tree.leaves(op(x))]
+        (call,) = program.calls
+        given = its[0] if call.xs > 1 else its[0][0], tuple(ws) if call.more else ws[0]
+        y, pull_back = jax.vjp(ops[0], *given)
+        return [*jax.tree.leaves(y), *jax.tree.leaves(pull_back(tuple(dys) if call.ys > 1 else dys[0]))]
+    return [y for op, x in zip(ops, its, strict=True) for y in jax.tree.leaves(op(x if len(x) > 1 else x[0]))]
 
 
 def _layers(program: Program, team: Any, ws: Sequence[Any], biases: Sequence[Any], x: Any) -> Any:
@@ -157,19 +161,19 @@ class _Specs:
         for i, call in enumerate(program.calls):
             lead = (*led, *(None,) * (len(call.batch) - len(led)))
             rows, columns, whole = P(*lead, team, None), P(*lead, None, team), P(*lead, None, None)
-            gather = call.op == "all_gather_matmul"
-            x, across = (rows, (None, team)) if gather else (columns, (team, None))
+            x, across = (rows, (None, team)) if call.gathers else (columns, (team, None))
             w = P(*across[::-1] if call.transpose_w else across)
-            y = columns if gather else rows if call.op == "matmul_reduce_scatter" else whole
-            self.w += [w] * call.weights
-            self.bias += [P(team if gather else None)] * call.weights * call.bias
+            y = columns if call.gathers else rows if call.op == "matmul_reduce_scatter" else whole
+            self.w += [w] * len(call.sizes)
+            self.bias += [P(team if call.gathers else None)] * call.ys * call.bias
             if chained:
                 self.x, self.results = [rows], [rows]
                 continue
-            self.x.append(x)
-            self.results += [y] * call.weights + ([whole] if call.gathered else [])
+            self.x += [x] * call.xs
+            self.results += [y] * call.ys + ([whole] if call.gathered else [])
             if program.kind == "gradient":
-                self.dy, self.results = [y], [y, x, w]
+                self.dy = [y] * call.ys
+                self.results += [x] * call.xs + [w] * len(call.sizes)
             assert i == 0 or program.kind == "independent"
 
 
@@ -187,19 +191,21 @@ class _Inputs:
         self.dtypes: list[str] = []
         chained = program.kind in ("chain", "loop")
         for call in program.calls:
-            gather, rows = call.op == "all_gather_matmul", call.rows(ranks)
-            k, n = (call.k, call.n * ranks) if gather else (call.k * ranks, call.n)
+            rows = call.rows(ranks)
+            sizes = [(k, n * ranks) if call.gathers else (k * ranks, n) for k, n in call.sizes]
             if not (chained and self.x):
-                self.x.append(self.signs((XS, *call.batch, rows, k), 1))
+                self.x += [self.signs((XS, *call.batch, rows, k), 1) for k, _ in sizes[: call.xs]]
+            # What is added up: all k of a sum; for dx all n of several weights.
+            k, n = sum(k for k, _ in sizes[: call.xs]), sum(n for _, n in sizes[: call.ys])
             terms = max(k, n) if program.kind == "gradient" else k
-            self.w += [self.signs((WS, k, n), terms) for _ in range(call.weights)]
-            self.bias += [self.signs((WS, n), 1) for _ in range(call.weights * call.bias)]
-            self.dtypes += [result] * call.weights + ([program.dtype] if call.gathered else [])
+            self.w += [self.signs((WS, *size), terms) for size in sizes]
+            self.bias += [self.signs((WS, n), 1) for _, n in sizes[: call.ys * call.bias]]
+            self.dtypes += [result] * call.ys + ([program.dtype] if call.gathered else [])
             if program.kind == "gradient":
                 self.bound = min(self.bound, exact(program.dtype))
                 total = int(np.prod(call.batch, initial=1)) * rows
-                self.dy.append(self.signs((WS, *call.batch, rows, n), max(n, total)))
-                self.dtypes = [result, program.dtype, program.dtype]
+                self.dy += [self.signs((WS, *call.batch, rows, each), max(n, total)) for _, each in sizes[: call.ys]]
+                self.dtypes += [program.dtype] * (call.xs + len(sizes))
         if chained:
             self.dtypes = [program.dtype]
 
@@ -211,20 +217,24 @@ class _Inputs:
         return drawn.astype(np.float32)
 
     def w_as_it_lies(self) -> list[np.ndarray]:
-        each = [call.transpose_w for call in self.program.calls for _ in range(call.weights)]
+        each = [call.transpose_w for call in self.program.calls for _ in call.sizes]
         return [w.swapaxes(1, 2) if transpose else w for w, transpose in zip(self.w, each, strict=True)]
 
-    def product(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
-        """Exact in float32, whatever the order: every term is -1, 0 or 1, and there are fewer than 2^24."""
-        y: np.ndarray = x @ w
+    def product(self, *pairs: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """The sum of products. Exact in float32, whatever the order: every term is -1, 0 or 1, and there are fewer than
+        2^24."""
+        y: np.ndarray = functools.reduce(np.add, (x @ w for x, w in pairs))
         largest = np.abs(y).max() + 4  # a bias beside a float8 product is 4 of its units
         assert largest <= self.bound, f"the test's inputs are too large: {largest} in a result of {self.program.result}"
         return y
 
-    def results(self, call: Call, x: np.ndarray, j: int, ws: Iterator[np.ndarray], biases: Iterator[np.ndarray]) -> Any:
-        """A call's, one for each w."""
-        for w in itertools.islice(ws, call.weights):
-            y = self.product(x, w[j])
+    def results(
+        self, call: Call, xs: Sequence[np.ndarray], j: int, ws: Iterator[np.ndarray], biases: Iterator[np.ndarray]
+    ) -> Any:
+        """A call's: one for each w, or one of all pairs."""
+        own = [w[j] for w in itertools.islice(ws, len(call.sizes))]
+        for pairs in [[(xs[0], w)] for w in own] if call.gathers else [[*zip(xs, own, strict=True)]]:
+            y = self.product(*pairs)
             y = y * (SCALES[0] * SCALES[1]) if self.program.float8 else y
             y = y + next(biases)[j] if call.bias else y
             yield np.maximum(y, 0) if call.activation else y
@@ -235,20 +245,26 @@ class _Inputs:
         return [np.stack(each) for each in zip(*every, strict=True)]
 
     def of(self, i: int, j: int) -> list[np.ndarray]:
-        program, x = self.program, self.x[0][i]
+        program = self.program
+        xs = iter(x[i] for x in self.x)
         if program.kind in ("chain", "loop"):
+            x = next(xs)
             for _ in range(program.turns):
                 ws, biases = iter(self.w), iter(self.bias)
                 for call in program.calls:
-                    x = np.sign(next(self.results(call, x, j, ws, biases)))
+                    x = np.sign(next(self.results(call, [x], j, ws, biases)))
             return [x]
         results, ws, biases = [], iter(self.w), iter(self.bias)
-        for call, each in zip(program.calls, self.x, strict=True):
-            results += self.results(call, each[i], j, ws, biases)
-            results += [each[i]] if call.gathered else []
+        for call in program.calls:
+            its = [*itertools.islice(xs, call.xs)]
+            results += self.results(call, its, j, ws, biases)
+            results += its if call.gathered else []
         if program.kind == "gradient":
-            w, dy = self.w[0][j], self.dy[0][j]
-            flat = [v.reshape(-1, v.shape[-1]) for v in (x, dy)]
-            dw = self.product(flat[0].T, flat[1])
-            results += [self.product(dy, w.T), dw.T if program.calls[0].transpose_w else dw]
+            own, dys = [w[j] for w in self.w], [dy[j] for dy in self.dy]
+            dxs = [[*zip(dys, (w.T for w in own), strict=True)]] if call.gathers else [[(dys[0], w.T)] for w in own]
+            results += [self.product(*pairs) for pairs in dxs]
+            for k in range(len(own)):
+                x, dy = (v.reshape(-1, v.shape[-1]) for v in (its[k % call.xs], dys[k % call.ys]))
+                dw = self.product((x.T, dy))
+                results.append(dw.T if call.transpose_w else dw)
         return results
