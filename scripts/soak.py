@@ -5,6 +5,7 @@ hang is a line in the report and not its end. Results go to --out as JSON; the e
 
     python scripts/soak.py --seconds 60 --out soak.json
     python scripts/soak.py --replay 17                       the round of seed 17 alone
+    python scripts/soak.py --leaks                           what 10,000 calls and 200 compilations leave in memory
 """
 
 import sys

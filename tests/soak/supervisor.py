@@ -163,6 +163,11 @@ def parse(script: pathlib.Path, description: str | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="of a process")
     parser.add_argument("--timeout-s", type=float, default=20, help="bound on a wait for a peer")
     parser.add_argument("--platform", choices=["any", "cpu"], default="any")
+    parser.add_argument(
+        "--leaks", action="store_true", help="measure what calls and compilations leave in memory instead"
+    )
+    parser.add_argument("--leak-calls", type=int, default=10_000, help="in multiples of ten")
+    parser.add_argument("--leak-compilations", type=int, default=200, help="in multiples of ten")
     parser.add_argument("--out", type=pathlib.Path, help="for the results, as JSON")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(script=script)
@@ -177,6 +182,11 @@ def main(script: pathlib.Path, description: str | None) -> int:
 
         work(arguments)
         return 0
+    if arguments.leaks:
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+        from soak import leaks
+
+        return leaks.main(arguments)
     report = supervise(arguments)
     report.tell()
     text = json.dumps(report.as_json(), indent=1)
