@@ -99,8 +99,9 @@ endif
 test-py-part-%:
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu --part $*/2
 
-soak: build ## random collective matmuls by the thousand, each checked to the bit; SOAK_ARGS="--seconds 60 --out soak.json"
+soak: build ## random collective matmuls by the thousand, each checked to the bit, and leaks; SOAK_ARGS="--seconds 60 --out soak.json"
 	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
+	$(BIN)/python scripts/soak.py --leaks --out build/leaks.json
 
 # ---------------------------------------------------------------------------------------------------------------------
 

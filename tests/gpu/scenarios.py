@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 
+import company
 import jax
 import jax.numpy as jnp
 import numpy as np
 from epilogues import by_turns
+from foreign import foreign_kernel
 from harness import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -348,12 +350,17 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     "arena_full": arena_full,
     "cold": cold,
     "distributed": distributed,
+    "foreign_kernel": foreign_kernel,
     "graphs": graphs,
     "late_peer": late_peer,
     "peer": peer,
+    **company.SCENARIOS,
 }
 
 if __name__ == "__main__":
+    if sys.argv[1] == "exit_in_flight":
+        company.exit_in_flight()
+        sys.exit()  # as any program ends
     SCENARIOS[sys.argv[1]](*sys.argv[2:])
     print("scenario done", flush=True)
     sys.stdout.flush()

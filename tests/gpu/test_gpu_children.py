@@ -68,6 +68,32 @@ def test_graphs(capture, tmp_path):
         assert not any("kCommandBuffer" in line for line in final), "\n".join(final)
 
 
+def test_graphs_and_eager_calls_by_turns():
+    finish(start("mixed_graphs", XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS['on']}"))
+
+
+def test_python_threads():
+    finish(start("threads", ENTWINE_TIMEOUT_S="10"))
+
+
+def test_multiprocessors_that_a_foreign_kernel_has_taken():
+    finish(start("foreign_kernel"))
+
+
+def test_backends_made_anew():
+    finish(start("backends"))
+
+
+def test_exit_with_calls_in_flight():
+    child = start("exit_in_flight")
+    try:
+        output, _ = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
+    assert child.returncode == 0 and "leaving 200 calls" in output, f"{child.returncode}: {output[-4000:]}"
+    assert "Fatal" not in output and "terminate called" not in output, output[-4000:]
+
+
 def test_one_process_a_gpu():
     processes = len(jax.devices())
     with socket.socket() as free:
