@@ -10,8 +10,9 @@
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
 # timeline traces the tiles of a call under three orders. gemm times the matmul alone against cuBLAS.
 # tune tunes the ten shapes, and times what that found against the cost model's plans; the cache is $OUT/tuned.
-# soak launches random programs and checks every result to the bit, then kills and stops one of two processes; counts go to
-# reliability.json, for docs/reliability.md. sanitize runs some of teams under compute-sanitizer, if it is there.
+# soak launches random programs and checks every result to the bit, measures what calls and compilations leave in memory, then
+# kills and stops one of two processes; sanitize runs each kernel under compute-sanitizer, if it is there. Counts go to
+# reliability.json, for docs/reliability.md. --soak is both, with what they need: build soak sanitize.
 # Needs no network: python3 must have jax with its CUDA plugin, and what builds the package (pyproject.toml), and pytest.
 # Logs and results go to $OUT (default .gpu), the build to build/gpu, where later steps find it.
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
@@ -21,7 +22,9 @@
 #   TUNE_ARGS              for tune, for example "--suite small --seconds 60"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
 #   SOAK_SECONDS           how long soak launches (default: 300), and SOAK_ARGS, for example "--launches 50000 --seed 1000"
+#   LEAK_ARGS              for example "--leak-calls 100000 --leak-compilations 1000"
 #   LOST_PEERS             how often each fate meets a process (default: 5)
+#   SANITIZE_SECONDS       what each of compute-sanitizer's tools has for calls (default: 20); then the rest is left out
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -31,6 +34,7 @@ out=$(cd "$out" && pwd)
 work=$root/build/gpu
 python=${PYTHON:-python3}
 steps=${*:-build smoke teams test demo example bench}
+[[ $steps == --soak ]] && steps="build soak sanitize"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 export ENTWINE_REQUIRE_GPUS=${ENTWINE_REQUIRE_GPUS:-$((gpus > 2 ? gpus : 2))}
 # The package is imported from where it was installed; the working directory, $work/run, has everything but the package.
@@ -147,7 +151,7 @@ if wants test; then
       --part "$i/$jobs" &
   done
   wait
-  pytest_part test0 200 tests/gpu/test_gpu_children.py
+  pytest_part test0 280 tests/gpu/test_gpu_children.py
   cat "$out"/test[0-9]*.log >"$out/test.log"
   rm "$out"/test[0-9]*.log
   # 5: no test of that part was asked for.
@@ -243,6 +247,9 @@ if wants soak; then
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run soak $((seconds + 180)) "$python" scripts/soak.py --launches 1000000 --seconds "$seconds" \
     --out "$out/soak.json" ${SOAK_ARGS:-}
   grep -E 'launches/s$|^  again|^(wrong|hung|error|crashed):' "$out/soak.log" | tail -n 12 | cut -c1-600
+  # shellcheck disable=SC2086
+  XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run leaks 150 "$python" scripts/soak.py --leaks --out "$out/leaks.json" ${LEAK_ARGS:-}
+  grep -E '^leaks: ' "$out/leaks.log" | cut -c1-600
   lost=${LOST_PEERS:-5}
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run lost_peers $((60 + 150 * lost)) "$python" tests/gpu/peers.py --times "$lost" \
     --out "$out/lost_peers.json"
@@ -254,8 +261,12 @@ if wants sanitize; then
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
   if [[ -n $sanitizer ]]; then
     for tool in memcheck racecheck synccheck initcheck; do
-      TEAMS_SHAPES=2 TEAMS_PATIENCE=240 run "sanitize_$tool" 300 "$sanitizer" --tool "$tool" --error-exitcode 9 "$work/cmake/teams_test" 2
-      grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|^[0-9]+ passed|BAD' "$out/sanitize_$tool.log" | tail -n 4 | cut -c1-300
+      limit=${SANITIZE_SECONDS:-20}
+      # It ends by itself; a kernel that waits for one that the tool doesn't let run at the same time gives up after 15 s.
+      TEAMS_EACH=1 TEAMS_SECONDS=$limit TEAMS_PATIENCE=60 run "sanitize_$tool" $((limit + 60)) \
+        "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 "$work/cmake/teams_test" 2
+      grep -E '^========= +(Error|Invalid|Race|Warning|Uninit|Barrier|Internal)' "$out/sanitize_$tool.log" | head -n 6 | cut -c1-300
+      grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|^count|^[0-9]+ passed|BAD' "$out/sanitize_$tool.log" | tail -n 6 | cut -c1-300
     done
   else
     summary+=("sanitize      skipped: there is no compute-sanitizer")

@@ -210,6 +210,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   }
   CHECK_CUDA(sm90::launch(call, rank.stream));
   ++rank.epoch;
+  ++launches;
 }
 
 std::string EmulatedTeam::arena_fault() {

@@ -32,6 +32,7 @@ void exact(EmulatedTeam& team) {
   std::vector<Verdict> verdicts(variants.size()), gathered_verdicts(variants.size());
   std::string faults[std::size(kFamilies)];
   uint32_t calls[std::size(kFamilies)] = {}, seed = 1;
+  Kernels kernels;
   team.start_epochs(0);
   for (Geometry const& g : chosen_shapes(team.size())) {
     Progress::at(team_name + to_string(g) + ": operands and expectations");
@@ -89,6 +90,7 @@ void exact(EmulatedTeam& team) {
       Variant const& v = variants[i];
       Geometry shape = geometry_for(v.op, g);
       if (!meant_for(v, shape) || (v.few_rows && form_of(v, shape) != schedule::Form::kFewRows)) continue;
+      if ((each_once() && !kernels.first(v, shape)) || out_of_time()) continue;
       Progress::at(team_name + to_string(v) + ", " + to_string(shape));
       ++calls[family_of(v)];
       team.each([&](Rank& rank) {

@@ -1,6 +1,7 @@
 #include "exact_cases.h"
 
 #include "progress.h"
+#include "schedule/few_rows.h"
 
 namespace teams {
 
@@ -24,13 +25,18 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
     for (uint32_t n : kColumns)
       for (uint32_t k : {16u, 144u, 528u}) shapes.push_back(geometry_of(ranks, m_shard == 129 ? 3 : 1, m_shard, n, k));
   // Deep enough for few rows to be cut into up to eight slices, the last of which is short.
-  for (uint32_t m_shard : {2u, 13u, 31u})
+  for (uint32_t m_shard : {2u, 13u, 31u, 50u})
     for (uint32_t n : {136u, 1160u})
       for (uint32_t k : {1032u, 4168u}) shapes.push_back(geometry_of(ranks, m_shard == 2 ? 3 : 1, m_shard, n, k));
   return shapes;
 }
 
 std::vector<Geometry> chosen_shapes(uint32_t ranks) {
+  // Several tiles with tails, of 16 bits and of 8; and few rows, one shape for each number that there are kernels for.
+  if (each_once())
+    return {geometry_of(ranks, 1, 300, 520, 72), geometry_of(ranks, 1, 16 / ranks, 136, 1032),
+            geometry_of(ranks, 1, 64 / ranks, 136, 1032), geometry_of(ranks, 1, 128 / ranks, 136, 1032),
+            geometry_of(ranks, 1, 300, 520, 144)};
   std::vector<Geometry> shapes = exact_shapes(ranks), some;
   uint32_t count = setting("TEAMS_SHAPES", 0);
   if (count == 0 || count >= shapes.size()) return shapes;
@@ -106,6 +112,15 @@ std::vector<Variant> exact_variants() {
 }
 
 bool meant_for(Variant const& v, Geometry const& g) { return (g.k % 16 == 0) == is_float8(v.operands); }
+
+bool Kernels::first(Variant const& v, Geometry const& g) {
+  bool few = form_of(v, g) == schedule::Form::kFewRows;
+  bool roles = !few && v.operands == Operands::kBf16 && !v.transposed_w && !v.float_out && v.tile.m * v.tile.n == 256 * 256;
+  return seen_
+      .insert({v.op, v.operands, v.transposed_w, v.float_out, few ? schedule::few_rows(v.op, g).room : v.tile.m,
+               few ? 0 : v.tile.n, roles ? static_cast<uint32_t>(v.transport) + 2 * v.gathers + 4 * v.finishes : 0})
+      .second;
+}
 
 uint32_t family_of(Variant const& v) {
   if (v.operands != Operands::kBf16) return is_float8(v.operands) ? 15 : 14;

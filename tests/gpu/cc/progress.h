@@ -15,14 +15,16 @@
 
 namespace teams {
 
-// Lines of the output, one a case group.
+// Lines of the output, one a case group; launches of kernels, one a rank; calls that TEAMS_SECONDS left no time for.
 inline int passed = 0, failed = 0;
+inline uint64_t launches = 0, left_out = 0;
 inline void report(std::string const& group, std::string const& fault) {
   ++(fault.empty() ? passed : failed);
   std::printf("%s%s%s\n", group.c_str(), fault.empty() ? ": ok" : ": BAD: ", fault.c_str());
 }
 inline int conclude() {
-  std::printf("%d passed, %d failed\n", passed, failed);
+  std::printf("count launches %llu\ncount left_out %llu\n%d passed, %d failed\n", static_cast<unsigned long long>(launches),
+              static_cast<unsigned long long>(left_out), passed, failed);
   std::fflush(stdout);
   return failed == 0 ? 0 : 1;
 }
@@ -65,6 +67,15 @@ inline void check_cuda(cudaError_t error, char const* what, char const* file, in
 inline uint32_t setting(char const* name, uint32_t otherwise) {
   char const* text = std::getenv(name);
   return text == nullptr ? otherwise : static_cast<uint32_t>(std::atoi(text));
+}
+
+// Whether a call is to be left out: TEAMS_SECONDS, counted from the first question, are over.
+inline bool out_of_time() {
+  static auto const start = std::chrono::steady_clock::now();
+  uint32_t most = setting("TEAMS_SECONDS", 0);
+  bool over = most != 0 && std::chrono::steady_clock::now() - start > std::chrono::seconds(most);
+  left_out += over;
+  return over;
 }
 
 // Seconds without progress that are a hang: more under compute-sanitizer, which is slow.
