@@ -1,13 +1,15 @@
 """What was done to break it, how often, and what came of that: the table of docs/reliability.md.
 
 python -m benchmarks.reliability collect --logs FOLDER --tests LOG ... --out FILE.json     from what runs have left
+python -m benchmarks.reliability collect --with FILE.json --tests LOG ... --out FILE.json  and from tests elsewhere
 python -m benchmarks.reliability report FILE.json ...                                      prints the table
 python -m benchmarks.reliability report FILE.json ... --update docs/reliability.md         or writes it there
 python -m benchmarks.reliability report FILE.json ... --check docs/reliability.md          or fails if it differs
 
-FOLDER may have soak.json (of `python scripts/soak.py`), lost_peers.json (tests/gpu/peers.py) and sanitize_*.log
-(compute-sanitizer). LOG is what C++ tests print: build/cc-address/Testing/Temporary/LastTest.log, or the fuzz test's
-own output. What isn't there was not run: null in the JSON.
+FOLDER may have soak.json and leaks.json (of `python scripts/soak.py`), lost_peers.json (tests/gpu/peers.py), test.log
+(`pytest -v`) and sanitize_*.log (compute-sanitizer). LOG is what tests print: C++ tests
+(build/cc-address/Testing/Temporary/LastTest.log, or the fuzz test's own output), or `pytest -v`. What isn't there was
+not run: null in the JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +31,12 @@ Found = dict[str, Any]
 REPORTS = re.compile(r"ERROR: (Address|Leak)Sanitizer|WARNING: ThreadSanitizer|: runtime error: ")
 BUILDS = {"cc-address": ("AddressSanitizer", "UBSan"), "cc-thread": ("ThreadSanitizer",)}
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+LAUNCHES = re.compile(r"^count launches (\d+)$", re.MULTILINE)
+# Tests of what else runs on the devices, and of what fails there, by pytest.
+COMPANY = re.compile(
+    r"^\S*tests/(?:gpu/)?test_(?:company|executor|gpu_company|gpu_children)\.py::.* (PASSED|FAILED|ERROR)\b",
+    re.MULTILINE,
+)
 FUZZED, CHECKED = "ok     any input is a problem or an error", "ok     nothing goes wrong"
 
 
@@ -38,7 +46,7 @@ def add(a: int | None, b: int) -> int:
 
 def of_soak(found: Found, soak: Found) -> None:
     found["machine"] = {"platform": soak["platform"], "devices": soak["devices"], "accelerator": soak["kind"]}
-    for name in ("launches", "programs", "seconds", "wrong", "hung", "error", "crashed"):
+    for name in ("launches", "late", "rounds", "wrapping", "programs", "seconds", "wrong", "hung", "error", "crashed"):
         found[{"error": "errors"}.get(name, name)] = soak[name]
     if soak["peers_absent"]:
         of_peers(found, soak)
@@ -48,10 +56,27 @@ def of_peers(found: Found, peers: Found) -> None:
     for name in ("peers_killed", "peers_stopped", "peers_absent", "reported_in_time"):
         if name in peers:
             found[name] = add(found[name], peers[name])
+    if "slowest_report_s" in peers:
+        found["slowest_report_s"] = max(found["slowest_report_s"] or 0, peers["slowest_report_s"])
+
+
+def of_leaks(found: Found, leaks: Found) -> None:
+    found["leaks"] = len(leaks["leaks"])
+    for name in ("calls", "compilations"):
+        found[f"leak_{name}"] = leaks[name]
+    for name in LEFT:
+        found[name] = leaks[name]
+
+
+def of_company(found: Found, log: str) -> None:
+    for verdict in COMPANY.findall(log):
+        found["company_tests"] = add(found["company_tests"], 1)
+        found["company_failed"] = add(found["company_failed"], verdict != "PASSED")
 
 
 def of_tests(found: Found, log: str, build: str) -> None:
-    """Of the C++ tests' output in one build."""
+    """Of tests' output; of C++ tests that in one build."""
+    of_company(found, log)
     counts = {name: int(value) for name, value in re.findall(r"^count (\w+) (\d+)$", log, re.MULTILINE)}
     if "problem_fuzz_test" in log or "fuzz_inputs" in counts:
         # The inputs are the same in every build.
@@ -71,23 +96,29 @@ def of_sanitizer(found: Found, log: str, tool: str) -> None:
     if summaries:
         found["sanitizers"].append(tool)
         found["sanitizer_findings"] = add(found["sanitizer_findings"], sum(int(a or b) for a, b in summaries))
+        found["sanitized_launches"] = add(found["sanitized_launches"], sum(map(int, LAUNCHES.findall(log))))
 
 
+LEFT = tuple(f"{where}_bytes_a_{what}" for what in ("call", "compilation") for where in ("host", "device"))
 FIELDS = (
     "machine",
-    *("launches", "programs", "seconds", "wrong", "hung", "errors", "crashed"),
-    *("peers_killed", "peers_stopped", "peers_absent", "reported_in_time"),
-    *("fuzz_inputs", "fuzz_crashes", "sanitizer_findings"),
+    *("launches", "late", "rounds", "wrapping", "programs", "seconds", "wrong", "hung", "errors", "crashed"),
+    *("company_tests", "company_failed"),
+    *("leak_calls", "leak_compilations", "leaks", *LEFT),
+    *("peers_killed", "peers_stopped", "peers_absent", "reported_in_time", "slowest_report_s"),
+    *("fuzz_inputs", "fuzz_crashes", "sanitizer_findings", "sanitized_launches"),
     *("protocol_states", "protocol_programs", "protocol_broken_variants", "protocol_broken_variants_found"),
 )
 
 
-def collect(logs: pathlib.Path | None, tests: Sequence[pathlib.Path]) -> Found:
-    found: Found = dict.fromkeys(FIELDS) | {"sanitizers": [], "versions": collective_matmul.versions()}
+def collect(logs: pathlib.Path | None, tests: Sequence[pathlib.Path], before: Found | None = None) -> Found:
+    found: Found = dict.fromkeys(FIELDS) | {"sanitizers": [], "versions": collective_matmul.versions()} | (before or {})
     if logs is not None:
-        for name, take in (("soak.json", of_soak), ("lost_peers.json", of_peers)):
+        for name, take in (("soak.json", of_soak), ("leaks.json", of_leaks), ("lost_peers.json", of_peers)):
             if (logs / name).exists():
                 take(found, json.loads((logs / name).read_text()))
+        if (logs / "test.log").exists():
+            of_company(found, (logs / "test.log").read_text(errors="replace"))
         for log in sorted(logs.glob("sanitize_*.log")):
             of_sanitizer(found, log.read_text(errors="replace"), log.stem.removeprefix("sanitize_"))
     for log in tests:
@@ -132,18 +163,41 @@ def sanitized(found: Found) -> str:
     return f"{found['sanitizer_findings']:,} ({', '.join(found['sanitizers'])})"
 
 
+def left(what: str) -> Callable[[Found], str]:
+    """A cell: what a call or a compilation has left in memory."""
+
+    def cell(found: Found) -> str:
+        host, device = (found[f"{where}_bytes_a_{what}"] for where in ("host", "device"))
+        if host is None:
+            return "not run"
+        about = found["machine"]
+        return f"{host:,.0f} B" if about and about["platform"] == "cpu" else f"{host:,.0f} B, devices {device:,.0f} B"
+
+    return cell
+
+
 ROWS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("launches of random programs", number("launches", "programs", text="{} of {}")),
-    ("&emsp;with a wrong element", number("wrong")),
+    ("&emsp;of these with a rank that is late", number("late")),
+    ("&emsp;rounds, and of these with epochs that wrap around", number("rounds", "wrapping", text="{}, {}")),
+    ("&emsp;launches with a wrong element", number("wrong")),
     ("&emsp;hung: a wait past its bound, or silence", number("hung")),
     ("&emsp;other errors, crashes", number("errors", "crashed", text="{}, {}")),
+    ("tests in company: other programs, threads, graphs, callbacks ...", number("company_tests")),
+    ("&emsp;failed", number("company_failed")),
+    ("calls and compilations, memory watched", number("leak_calls", "leak_compilations", text="{} and {}")),
+    ("&emsp;leaks", number("leaks")),
+    ("&emsp;left by a call", left("call")),
+    ("&emsp;left by a compilation", left("compilation")),
     ("processes killed while their peer waits", number("peers_killed")),
     ("processes stopped", number("peers_stopped")),
     ("ranks whose program lacks a call", number("peers_absent")),
     ("&emsp;an error in time that names op, rank, peer, tile and epoch", reported),
+    ("&emsp;the slowest, s", number("slowest_report_s")),
     ("random inputs to what decodes calls", number("fuzz_inputs")),
     ("&emsp;crashes, and what decoded but can't be planned", number("fuzz_crashes")),
     ("findings of sanitizers", sanitized),
+    ("&emsp;launches under compute-sanitizer", number("sanitized_launches")),
     (
         "states of the protocol's model, none wrong",
         number("protocol_states", "protocol_programs", text="{} of {} programs"),
@@ -170,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     collecting = actions.add_parser("collect", help="what runs have left, in one JSON file")
     collecting.add_argument("--logs", type=pathlib.Path, metavar="FOLDER")
+    collecting.add_argument("--with", dest="before", type=pathlib.Path, metavar="FILE.json", help="what was collected")
     collecting.add_argument("--tests", type=pathlib.Path, nargs="+", default=[], metavar="LOG")
     collecting.add_argument("--out", type=pathlib.Path, required=True)
     reporting = actions.add_parser("report", help="the table")
@@ -179,7 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     how.add_argument("--check", type=pathlib.Path, metavar="FILE.md")
     options = parser.parse_args(arguments)
     if options.action == "collect":
-        options.out.write_text(json.dumps(collect(options.logs, options.tests), indent=1) + "\n")
+        before = None if options.before is None else json.loads(options.before.read_text())
+        options.out.write_text(json.dumps(collect(options.logs, options.tests, before), indent=1) + "\n")
         return
     text = table([json.loads(path.read_text()) for path in options.results])
     path = options.update or options.check

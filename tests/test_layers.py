@@ -47,7 +47,7 @@ PYTHON = [
     {"_strategy"},
     {"_tuned"},
     {"_team", "_reference", "_selection"},
-    {"_config", "_checks"},
+    {"_config", "_checks", "_memory"},
     {"_core", "_threads"},
 ]
 

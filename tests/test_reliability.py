@@ -16,6 +16,9 @@ SOAK = {
     "devices": 2,
     "kind": "NVIDIA H200",
     "launches": 20000,
+    "late": 8000,
+    "rounds": 60,
+    "wrapping": 30,
     "programs": 300,
     "seconds": 290.5,
     "wrong": 1,
@@ -25,7 +28,22 @@ SOAK = {
     "peers_absent": 0,
     "reported_in_time": 0,
 }
-PEERS = {"peers_killed": 5, "peers_stopped": 6, "peers_absent": 7, "reported_in_time": 17}
+PEERS = {"peers_killed": 5, "peers_stopped": 6, "peers_absent": 7, "reported_in_time": 17, "slowest_report_s": 4.5}
+LEAKS = {
+    "calls": 10000,
+    "compilations": 200,
+    "leaks": ["host_call"],
+    "host_bytes_a_call": 1234.5,
+    "device_bytes_a_call": 0.0,
+    "host_bytes_a_compilation": 77.0,
+    "device_bytes_a_compilation": 8.0,
+}
+COMPANY = """
+tests/gpu/test_gpu_company.py::test_one[a b] PASSED                  [ 10%]
+tests/gpu/test_gpu_children.py::test_two FAILED                      [ 20%]
+tests/gpu/test_gpu_exact.py::test_three PASSED                       [ 30%]
+FAILED tests/gpu/test_gpu_children.py::test_two - no
+"""
 FUZZ = "count fuzz_inputs 150000\nok     any input is a problem or an error (4000 ms)\n"
 
 
@@ -55,7 +73,9 @@ def test_gpu_runs(tmp_path):
     logs = {
         "soak.json": json.dumps(SOAK),
         "lost_peers.json": json.dumps(PEERS),
-        "sanitize_memcheck.log": "========= ERROR SUMMARY: 2 errors\n",
+        "leaks.json": json.dumps(LEAKS),
+        "test.log": COMPANY,
+        "sanitize_memcheck.log": "count launches 376\n8 passed, 0 failed\n========= ERROR SUMMARY: 2 errors\n",
         "sanitize_racecheck.log": "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n",
         "sanitize_initcheck.log": "was cut short",
     }
@@ -63,8 +83,11 @@ def test_gpu_runs(tmp_path):
     text = reliability.table([found])
     assert found["sanitizer_findings"] == 5 and found["sanitizers"] == ["memcheck", "racecheck"]
     assert "| 2 x NVIDIA H200 |" in text
-    for cell in ("20,000 of 300", "3, 4", "17 of 18", "5 (memcheck, racecheck)"):
+    for cell in ("20,000 of 300", "8,000", "60, 30", "3, 4", "17 of 18", "4.5", "5 (memcheck, racecheck)", "376"):
         assert f"| {cell} |" in text, text
+    for cell in ("10,000 and 200", "1,234 B, devices 0 B", "77 B, devices 8 B"):
+        assert f"| {cell} |" in text, text
+    assert (found["leaks"], found["company_tests"], found["company_failed"]) == (1, 2, 1)
     assert found["fuzz_inputs"] is None and "decodes calls | not run |" in text
 
 
@@ -82,6 +105,16 @@ def test_cpu_runs(tmp_path):
     for cell in ("8 virtual CPU devices", "9 of 9", "12 of 3 programs", "5,000,000"):
         assert f"| {cell} |" in text, text
     assert "processes killed while their peer waits | not run |" in text
+
+
+def test_tests_of_another_machine_are_added(tmp_path):
+    (tmp_path / "before.json").write_text(json.dumps(collected(tmp_path, logs={"soak.json": json.dumps(SOAK)})))
+    (tmp_path / "fuzz.log").write_text(FUZZ)
+    arguments = ["collect", "--with", tmp_path / "before.json", "--tests", tmp_path / "fuzz.log", "--out"]
+    reliability.main([*map(str, (*arguments, tmp_path / "both.json"))])
+    found = json.loads((tmp_path / "both.json").read_text())
+    assert found["machine"]["accelerator"] == "NVIDIA H200"
+    assert (found["launches"], found["fuzz_inputs"], found["fuzz_crashes"]) == (20000, 150000, 0)
 
 
 @pytest.mark.parametrize("log", ["count fuzz_inputs 5\nFAILED any", "Test: problem_fuzz_test\nSegmentation fault"])

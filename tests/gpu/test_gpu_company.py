@@ -7,8 +7,10 @@ import company
 import jax
 import numpy as np
 import pytest
-from harness import AXIS, mesh_of
+from harness import ALL_GATHER, AXIS, Case, integers, mesh_of, placed, program, team_size
 from jax.sharding import Mesh
+
+import entwine_jax
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
@@ -53,3 +55,21 @@ def test_several_teams():
             (Mesh(devices[[2, 0, 3, 1]].reshape(2, 2), (AXIS, "d")), AXIS),
         ]
     )
+
+
+def test_memory_stats():
+    """A call that outgrows the arenas adds one to each device of its team, outside of XLA's pool."""
+    mesh = mesh_of()
+    for rows in (64, 3000, 20000):
+        case = Case(ALL_GATHER, rows, 264, 264)
+        run = program(case, mesh)
+        x, w = placed(case, mesh, *integers(case, team_size(mesh), 1))
+        (call,) = entwine_jax.explain(run, x, w)
+        before = entwine_jax.memory_stats()
+        run(x, w).block_until_ready()
+        after = entwine_jax.memory_stats()
+        for device in mesh.devices.flat:
+            mine = [m for m in after.teams if (m.platform, m.device) == ("cuda", device.local_hardware_id)]
+            assert max(max(m.arenas) for m in mine if m.ranks == mesh.size) >= call.arena_bytes
+            assert after.on(device) == sum(m.bytes for m in mine) >= before.on(device)
+    assert any(m.grown for m in after.teams if m.platform == "cuda")

@@ -27,7 +27,9 @@ class Report:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start, self.told = arguments, time.monotonic(), 0.0
-        self.counts = collections.Counter(dict.fromkeys(("launches", "programs", "rounds", *FAULTS), 0))
+        counted = ("launches", "late", "programs", "rounds", "wrapping", *FAULTS)
+        self.counts = collections.Counter(dict.fromkeys(counted, 0))
+        self.epoch = 0  # the first of the child's teams
         self.calls: collections.Counter[str] = collections.Counter()
         self.machine: dict[str, Any] = {}
         self.failures: list[dict[str, Any]] = []
@@ -38,11 +40,13 @@ class Report:
             self.machine = event
         elif name == "round":
             self.counts["rounds"] += 1
+            self.counts["wrapping"] += self.epoch > 1
         elif name == "programs":
             self.counts["programs"] += event["programs"]
             self.calls.update(event["calls"])
         elif name == "launched":
             self.counts["launches"] += event["launches"]
+            self.counts["late"] += event["late"]
         elif name == "absent":
             self.counts["peers_absent"] += 1
             self.counts["reported_in_time"] += event["in_time"]
@@ -94,11 +98,13 @@ def events(child: subprocess.Popen[str]) -> queue.Queue[dict[str, Any] | None]:
     return lines
 
 
-def child_of(arguments: argparse.Namespace, seed: int, rounds: int, seconds: float) -> subprocess.Popen[str]:
+def child_of(report: Report, seed: int, rounds: int, seconds: float) -> subprocess.Popen[str]:
+    arguments = report.arguments
+    report.epoch = EPOCHS[seed // arguments.rounds % len(EPOCHS)]
     command = [sys.executable, arguments.script, "--worker", "--seed", seed, "--rounds", rounds, "--seconds", seconds]
     for name in ("programs", "launches_each", "timeout_s", "platform"):
         command += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
-    environment = os.environ | {"ENTWINE_FIRST_EPOCH": str(EPOCHS[seed // arguments.rounds % len(EPOCHS)])}
+    environment = os.environ | {"ENTWINE_FIRST_EPOCH": str(report.epoch)}
     environment.setdefault("JAX_NUM_CPU_DEVICES", "8")
     return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -114,7 +120,7 @@ def supervise(arguments: argparse.Namespace) -> Report:
         enough = report.counts["launches"] >= arguments.launches or left <= 0
         if (not once and enough) or (once and seed != last):
             return report
-        seed = 1 + watch(report, child_of(arguments, seed, 1 if once else arguments.rounds, max(left, 1)), seed)
+        seed = 1 + watch(report, child_of(report, seed, 1 if once else arguments.rounds, max(left, 1)), seed)
         if not report.machine:  # it didn't even begin
             return report
 

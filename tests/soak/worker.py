@@ -90,7 +90,7 @@ class Round:
         self.seed, self.rng, self.launches, self.on, self.end = seed, random.Random(seed), launches, on, end
         self.drawn = [draw.program(on, self.rng) for _ in range(programs)]
         self.built: list[Built | None] = []
-        self.failed = False
+        self.failed, self.late = False, 0
 
     def run(self) -> None:
         emit("round", seed=self.seed)
@@ -102,7 +102,7 @@ class Round:
         # Compiled and loaded one by one: a GPU can't load a program while kernels wait for one that is to be launched.
         for i in ready:
             self.check(self.launch(-1, i))
-            emit("launched", launches=1)
+            self.tell(1)
             if self.failed:
                 return
         flying: collections.deque[Launch] = collections.deque()
@@ -116,11 +116,15 @@ class Round:
                 if self.failed:
                     return
                 if time.monotonic() - told > 1:
-                    emit("launched", launches=done)
+                    self.tell(done)
                     done, told = 0, time.monotonic()
             if last:
                 break
-        emit("launched", launches=done)
+        self.tell(done)
+
+    def tell(self, launches: int) -> None:
+        emit("launched", launches=launches, late=self.late)
+        self.late = 0
 
     def build(self, program: draw.Program, i: int) -> Built | None:
         try:
@@ -135,6 +139,7 @@ class Round:
         rng, late = self.rng, self.rng.random() < 0.4
         steps = rng.randint(1, 200 if self.on.platform == "gpu" else 4000) if late else 0
         slow = rng.randrange(self.drawn[which].ranks)
+        self.late += late
         return Launch(number, which, built.launch(rng.randrange(XS), rng.randrange(WS), slow, steps))
 
     def check(self, launch: Launch) -> None:
