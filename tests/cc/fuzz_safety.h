@@ -72,6 +72,18 @@ class Safety {
     return uint64_t(of[2]);
   }
 
+  // That the buffers of product `i` go with each other, and with those of the first.
+  void fits(uint32_t i) {
+    bool gather = p_.op == Op::kAllGatherMatmul;
+    std::vector<int64_t> const &x = i == 0 || gather ? in_.x : in_.more[i - 1].x, &w = i == 0 ? in_.w : in_.more[i - 1].w;
+    std::vector<int64_t> const& y = i == 0 || !gather ? in_.y : in_.more[i - 1].y;
+    std::vector<int64_t> matrix = p_.transpose_w ? std::vector{y[2], x[2]} : std::vector{x[2], y[2]};
+    expect(w == matrix && x[0] == in_.x[0] && x[1] == in_.x[1] && y[0] == in_.y[0] && y[1] == in_.y[1], "a product's shapes");
+    bool biased = (gather || i == 0) && (in_.attributes.biased >> i & 1) != 0;
+    std::vector<int64_t> const& bias = i == 0 ? in_.bias : in_.more[i - 1].bias;
+    expect(!biased || bias == std::vector{y[2]}, "a product's bias");
+  }
+
   // Which product a column tile or a k block is of.
   void products(Random& random) {
     schedule::Products const& all = p_.products;
@@ -82,6 +94,7 @@ class Safety {
     schedule::Beginnings begin = schedule::beginnings(all, whole, block);
     uint64_t blocks = 0;
     for (uint32_t i = 0; i < all.count; ++i) {
+      fits(i);
       expect(all.size(i, whole) == own_size(i), "the size of a product");
       expect(begin.at[i] == blocks, "where a product begins");
       blocks += (own_size(i) + block - 1) / block;

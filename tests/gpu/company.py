@@ -91,7 +91,9 @@ def overlaps(scheduled: str) -> bool:
     return False
 
 
-def beside_collectives(mesh: Mesh, gradients: Any = AXIS, floats: int = 1 << 20, turns: int = 6) -> str:
+def beside_collectives(
+    mesh: Mesh, gradients: Any = AXIS, hiding: bool = True, floats: int = 1 << 20, turns: int = 6
+) -> str:
     """Layers whose gradients are summed over `gradients` meanwhile: one after each pair of calls, which it depends on,
     and one at the start; nothing waits for them. Returns the program as XLA has scheduled it."""
     ranks = mesh.shape[AXIS]
@@ -113,7 +115,7 @@ def beside_collectives(mesh: Mesh, gradients: Any = AXIS, floats: int = 1 << 20,
         # All sums are of every device, whichever axes they go over.
         out = (y_spec, [P(mesh.axis_names)] * 5)
         run = jax.shard_map(body, mesh=mesh, in_specs=(x_spec, up_spec, down_spec, P()), out_specs=out, check_vma=False)
-        return jax.jit(run, compiler_options=HIDING if on_gpus() else None)
+        return jax.jit(run, compiler_options=HIDING if hiding and on_gpus() else None)
 
     x, w_up = integers(up, ranks, 1)
     _, w_down = integers(down, ranks, 2)
