@@ -91,12 +91,13 @@ def of_tests(found: Found, log: str, build: str) -> None:
 
 
 def of_sanitizer(found: Found, log: str, tool: str) -> None:
-    """Of compute-sanitizer. A run that was cut short has no summary, and doesn't count."""
-    summaries = SUMMARY.findall(log)
-    if summaries:
+    """Of compute-sanitizer. A run that was cut short has no summary, one on a machine that the tool can't do has no
+    launches: neither counts."""
+    summaries, launches = SUMMARY.findall(log), sum(map(int, LAUNCHES.findall(log)))
+    if summaries and launches:
         found["sanitizers"].append(tool)
         found["sanitizer_findings"] = add(found["sanitizer_findings"], sum(int(a or b) for a, b in summaries))
-        found["sanitized_launches"] = add(found["sanitized_launches"], sum(map(int, LAUNCHES.findall(log))))
+        found["sanitized_launches"] = add(found["sanitized_launches"], launches)
 
 
 LEFT = tuple(f"{where}_bytes_a_{what}" for what in ("call", "compilation") for where in ("host", "device"))

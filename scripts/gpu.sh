@@ -265,6 +265,10 @@ if wants sanitize; then
       # It ends by itself; a kernel that waits for one that the tool doesn't let run at the same time gives up after 15 s.
       TEAMS_EACH=1 TEAMS_SECONDS=$limit TEAMS_PATIENCE=60 run "sanitize_$tool" $((limit + 60)) \
         "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 "$work/cmake/teams_test" 2
+      if grep -q 'Device not supported' "$out/sanitize_$tool.log"; then
+        summary+=("       compute-sanitizer doesn't support this machine")
+        break
+      fi
       grep -E '^========= +(Error|Invalid|Race|Warning|Uninit|Barrier|Internal)' "$out/sanitize_$tool.log" | head -n 6 | cut -c1-300
       grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|^count|^[0-9]+ passed|BAD' "$out/sanitize_$tool.log" | tail -n 6 | cut -c1-300
     done

@@ -76,14 +76,15 @@ def test_gpu_runs(tmp_path):
         "leaks.json": json.dumps(LEAKS),
         "test.log": COMPANY,
         "sanitize_memcheck.log": "count launches 376\n8 passed, 0 failed\n========= ERROR SUMMARY: 2 errors\n",
-        "sanitize_racecheck.log": "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n",
-        "sanitize_initcheck.log": "was cut short",
+        "sanitize_racecheck.log": "count launches 24\n========= RACECHECK SUMMARY: 3 hazards displayed (3 errors)\n",
+        "sanitize_initcheck.log": "count launches 8\nwas cut short",
+        "sanitize_synccheck.log": "count launches 0\n========= ERROR SUMMARY: 1 error\n",
     }
     found = collected(tmp_path, logs=logs)
     text = reliability.table([found])
     assert found["sanitizer_findings"] == 5 and found["sanitizers"] == ["memcheck", "racecheck"]
     assert "| 2 x NVIDIA H200 |" in text
-    for cell in ("20,000 of 300", "8,000", "60, 30", "3, 4", "17 of 18", "4.5", "5 (memcheck, racecheck)", "376"):
+    for cell in ("20,000 of 300", "8,000", "60, 30", "3, 4", "17 of 18", "4.5", "5 (memcheck, racecheck)", "400"):
         assert f"| {cell} |" in text, text
     for cell in ("10,000 and 200", "1,234 B, devices 0 B", "77 B, devices 8 B"):
         assert f"| {cell} |" in text, text
