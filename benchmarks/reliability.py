@@ -46,7 +46,19 @@ def add(a: int | None, b: int) -> int:
 
 def of_soak(found: Found, soak: Found) -> None:
     found["machine"] = {"platform": soak["platform"], "devices": soak["devices"], "accelerator": soak["kind"]}
-    for name in ("launches", "late", "rounds", "wrapping", "programs", "seconds", "wrong", "hung", "error", "crashed"):
+    for name in (
+        "launches",
+        "late",
+        "stalled",
+        "rounds",
+        "wrapping",
+        "programs",
+        "seconds",
+        "wrong",
+        "hung",
+        "error",
+        "crashed",
+    ):
         found[{"error": "errors"}.get(name, name)] = soak[name]
     if soak["peers_absent"]:
         of_peers(found, soak)
@@ -103,7 +115,7 @@ def of_sanitizer(found: Found, log: str, tool: str) -> None:
 LEFT = tuple(f"{where}_bytes_a_{what}" for what in ("call", "compilation") for where in ("host", "device"))
 FIELDS = (
     "machine",
-    *("launches", "late", "rounds", "wrapping", "programs", "seconds", "wrong", "hung", "errors", "crashed"),
+    *("launches", "late", "stalled", "rounds", "wrapping", "programs", "seconds", "wrong", "hung", "errors", "crashed"),
     *("company_tests", "company_failed"),
     *("leak_calls", "leak_compilations", "leaks", *LEFT),
     *("peers_killed", "peers_stopped", "peers_absent", "reported_in_time", "slowest_report_s"),
@@ -179,7 +191,7 @@ def left(what: str) -> Callable[[Found], str]:
 
 ROWS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("launches of random programs", number("launches", "programs", text="{} of {}")),
-    ("&emsp;of these with a rank that is late", number("late")),
+    ("&emsp;of these with a rank that is late, with stalled workers", number("late", "stalled", text="{}, {}")),
     ("&emsp;rounds, and of these with epochs that wrap around", number("rounds", "wrapping", text="{}, {}")),
     ("&emsp;launches with a wrong element", number("wrong")),
     ("&emsp;hung: a wait past its bound, or silence", number("hung")),

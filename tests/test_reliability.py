@@ -17,6 +17,7 @@ SOAK = {
     "kind": "NVIDIA H200",
     "launches": 20000,
     "late": 8000,
+    "stalled": 700,
     "rounds": 60,
     "wrapping": 30,
     "programs": 300,
@@ -84,7 +85,7 @@ def test_gpu_runs(tmp_path):
     text = reliability.table([found])
     assert found["sanitizer_findings"] == 5 and found["sanitizers"] == ["memcheck", "racecheck"]
     assert "| 2 x NVIDIA H200 |" in text
-    for cell in ("20,000 of 300", "8,000", "60, 30", "3, 4", "17 of 18", "4.5", "5 (memcheck, racecheck)", "400"):
+    for cell in ("20,000 of 300", "8,000, 700", "60, 30", "3, 4", "17 of 18", "4.5", "5 (memcheck, racecheck)", "400"):
         assert f"| {cell} |" in text, text
     for cell in ("10,000 and 200", "1,234 B, devices 0 B", "77 B, devices 8 B"):
         assert f"| {cell} |" in text, text

@@ -27,7 +27,7 @@ class Report:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start, self.told = arguments, time.monotonic(), 0.0
-        counted = ("launches", "late", "programs", "rounds", "wrapping", *FAULTS)
+        counted = ("launches", "late", "stalled", "programs", "rounds", "wrapping", *FAULTS)
         self.counts = collections.Counter(dict.fromkeys(counted, 0))
         self.epoch = 0  # the first of the child's teams
         self.calls: collections.Counter[str] = collections.Counter()
@@ -47,6 +47,7 @@ class Report:
         elif name == "launched":
             self.counts["launches"] += event["launches"]
             self.counts["late"] += event["late"]
+            self.counts["stalled"] += event["stalled"]
         elif name == "absent":
             self.counts["peers_absent"] += 1
             self.counts["reported_in_time"] += event["in_time"]

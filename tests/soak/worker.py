@@ -10,6 +10,7 @@ import argparse
 import collections
 import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu.spinner import Spinner
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -83,6 +85,12 @@ class Launch:
     wrong: jax.Array
 
 
+@functools.cache
+def spinners() -> list[Spinner]:
+    """On all GPUs."""
+    return [Spinner(device.local_hardware_id) for device in jax.devices()]
+
+
 class Round:
     """Everything that a seed stands for, run once."""
 
@@ -90,7 +98,8 @@ class Round:
         self.seed, self.rng, self.launches, self.on, self.end = seed, random.Random(seed), launches, on, end
         self.drawn = [draw.program(on, self.rng) for _ in range(programs)]
         self.built: list[Built | None] = []
-        self.failed, self.late = False, 0
+        self.failed, self.late, self.stalled = False, 0, 0
+        self.spinners = spinners() if on.platform == "gpu" else []
 
     def run(self) -> None:
         emit("round", seed=self.seed)
@@ -123,8 +132,8 @@ class Round:
         self.tell(done)
 
     def tell(self, launches: int) -> None:
-        emit("launched", launches=launches, late=self.late)
-        self.late = 0
+        emit("launched", launches=launches, late=self.late, stalled=self.stalled)
+        self.late = self.stalled = 0
 
     def build(self, program: draw.Program, i: int) -> Built | None:
         try:
@@ -140,7 +149,19 @@ class Round:
         steps = rng.randint(1, 200 if self.on.platform == "gpu" else 4000) if late else 0
         slow = rng.randrange(self.drawn[which].ranks)
         self.late += late
+        self.stalled += self.stall(which)
         return Launch(number, which, built.launch(rng.randrange(XS), rng.randrange(WS), slow, steps))
+
+    def stall(self, which: int) -> bool:
+        """Whether some of the launch's CTAs are stalled: on CPU all workers are, at random; on a GPU now and then a
+        foreign kernel has multiprocessors for itself."""
+        if not self.spinners:
+            return any(dict(call.config)["stall_us"] > 0 for call in self.drawn[which].calls)
+        if self.rng.random() > 0.05:
+            return False
+        spinner = self.rng.choice(self.spinners)
+        spinner.start(self.rng.uniform(1e-3, 2e-2), self.rng.randint(1, spinner.multiprocessors))
+        return True
 
     def check(self, launch: Launch) -> None:
         try:
