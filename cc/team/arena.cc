@@ -48,11 +48,17 @@ Team* Team::of(NcclComm communicator, int device, std::string* why) {
 }
 
 std::vector<TeamMemory> Team::memory() {
+  // They are never destroyed. One that makes an arena is locked until all its ranks do, each of which may yet have to be found:
+  // not here with all teams locked.
+  std::vector<Team*> found;
+  {
+    Teams& all = teams();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (auto const& [communicator, team] : all.of) found.push_back(team.get());
+  }
   std::vector<TeamMemory> memory;
-  Teams& all = teams();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  for (auto const& [communicator, team] : all.of) {
-    std::lock_guard<std::mutex> arenas(team->mutex_);
+  for (Team* team : found) {
+    std::lock_guard<std::mutex> lock(team->mutex_);
     memory.push_back({team->device_, static_cast<uint32_t>(team->rank_), static_cast<uint32_t>(team->size_), {}});
     for (Arena const& arena : team->arenas_) memory.back().arenas.push_back(arena.layout.bytes());
   }
