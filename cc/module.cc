@@ -13,6 +13,7 @@
 
 #include "ffi/cpu_handlers.h"
 #include "schedule/arena_layout.h"
+#include "schedule/group_search.h"
 #include "schedule/make_plan.h"
 #include "schedule/plan.h"
 #include "schedule/tile_order.h"
@@ -204,6 +205,50 @@ uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint
   return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
 }
 
+nb::dict signal_plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch, uint32_t m_shard,
+                     uint32_t n, uint32_t k, uint32_t missing, bool far, uint32_t element_bytes) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
+  SignalChoice made = make_signal_plan(op_of(op), target_of(target), g, far, element_bytes);
+  nb::dict d;
+  d["tile_m"] = made.tile.m;
+  d["tile_n"] = made.tile.n;
+  d["raster"] = made.raster;
+  d["comm_sms"] = made.plan.comm_sms;
+  d["us"] = made.us;
+  d["xla_us"] = xla_us(op_of(op), g, far, element_bytes);
+  return d;
+}
+
+// A host tile that is larger than a chunk is as one that isn't: see ffi/problem.cc.
+Geometry signal_geometry(Target target, Geometry g) {
+  if (target == Target::kHost) {
+    g.tile_m = smaller(g.tile_m, larger(g.m_shard, kHostTileM));
+    g.tile_n = smaller(g.tile_n, larger(g.n, kHostTileN));
+  } else if (!is_signal_tile(g.tile_m, g.tile_n)) {
+    throw std::invalid_argument("the plan is not of strategy \"signal\" on sm_90");
+  }
+  return g;
+}
+
+std::vector<uint32_t> signal_groups(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch,
+                                    uint32_t m_shard, uint32_t n, uint32_t k, uint32_t missing, uint32_t tile_m,
+                                    uint32_t tile_n, uint32_t comm_sms, uint32_t group_waves, bool far,
+                                    uint32_t element_bytes) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing);
+  g = signal_geometry(target_of(target), g);
+  SignalPlan plan{comm_sms, group_waves, far};
+  Groups made = make_groups(op_of(op), target_of(target), g, plan, kSm90Multiprocessors, element_bytes).groups;
+  return {made.ends, made.ends + made.count};
+}
+
+uint64_t signal_scratch_bytes(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch,
+                              uint32_t m_shard, uint32_t n, uint32_t k, uint32_t missing, uint32_t tile_m, uint32_t tile_n,
+                              uint32_t element_bytes, bool gathers) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing);
+  g = signal_geometry(target_of(target), g);
+  return scratch_bytes(op_of(op), grouped(op_of(op), g), element_bytes, gathers);
+}
+
 #ifdef ENTWINE_WITH_CUDA
 void start_trace(uint64_t bytes) {
   std::string why = team::trace_start(bytes);
@@ -276,7 +321,20 @@ NB_MODULE(_core, m) {
         "tile_m"_a, "tile_n"_a, "few_rows"_a, "element_bytes"_a, "parts"_a,
         "beside"_a = std::tuple<uint32_t, uint32_t, uint64_t>{0, 0, 0},
         "Bytes of the smallest arena that holds one call; `beside` are batch, rows and row bytes of what it gathers beside.");
+  nb::list signal_tiles;
+  for (TileShape tile : kSignalTiles) signal_tiles.append(nb::make_tuple(tile.m, tile.n));
+  m.attr("SIGNAL_TILES") = nb::tuple(signal_tiles);
+  m.def("make_signal_plan", &signal_plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a,
+        "missing"_a = 0, "far"_a, "element_bytes"_a,
+        "The default plan of strategy \"signal\", and predicted microseconds on sm_90, its own and XLA's.");
+  m.def("signal_groups", &signal_groups, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a,
+        "missing"_a = 0, "tile_m"_a, "tile_n"_a, "comm_sms"_a, "group_waves"_a, "far"_a, "element_bytes"_a,
+        "Where the groups of strategy \"signal\" end, in tiles of a chunk (sums) or row blocks of one (all-gather).");
+  m.def("signal_scratch_bytes", &signal_scratch_bytes, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a,
+        "n"_a, "k"_a, "missing"_a = 0, "tile_m"_a, "tile_n"_a, "element_bytes"_a, "gathers"_a,
+        "Bytes of the scratch of one call of strategy \"signal\".");
 #ifdef ENTWINE_WITH_CUDA
+  m.def("hopper", &hopper, "device_ordinals"_a, "Empty if these GPUs are all sm_90, else why not.");
   m.def("peer_access", &peer_access, "device_ordinals"_a,
         "Empty if these GPUs are all sm_90 and see each other's memory, else why not.");
   m.def("nccl", &nccl, "Version and path of the NCCL in this process, and why it can't be used: empty if it can.");

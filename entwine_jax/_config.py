@@ -9,7 +9,9 @@ import math
 import os
 from collections.abc import Callable
 
-STRATEGIES = ("auto", "fused", "xla")
+STRATEGIES = ("auto", "fused", "signal", "xla")
+# Those that are this library's.
+OURS = ("fused", "signal")
 TRANSPORTS = ("pull", "push")
 RESIDUALS = ("regather", "save")
 # In the order of cc/schedule/activation.h, which begins with none.
@@ -32,6 +34,9 @@ class Config:
       few_rows: whether to use the GPU kernels for few rows, which take up to 128: they read w once for all rows. The
         settings above and tiles mean nothing to them, and they gather nothing beside: calls that do have tiles.
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
+      comm_sms: strategy "signal" on GPUs: how many multiprocessors the matmul leaves to NCCL.
+      group_waves: strategy "signal": how many waves of tiles each group has, in place of what a search over predictions
+        finds.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
       timeout_s: bound on any one wait for a peer, 0 for none (``ENTWINE_TIMEOUT_S``, default 60).
       tuned: whether what `autotune` has measured is looked up (``ENTWINE_TUNED``, 0 or 1; by default it is, but in a
@@ -52,6 +57,8 @@ class Config:
     few_rows: bool | None = None
     tile_m: int | None = None
     tile_n: int | None = None
+    comm_sms: int | None = None
+    group_waves: int | None = None
     workers: int | None = None
     timeout_s: float | None = None
     stall_us: int | None = None
@@ -67,6 +74,8 @@ class Config:
             raise ValueError(f"entwine_jax.Config: tuned={self.tuned!r} must be True, False or None")
         for name in ("raster", "pushers", "copiers", "tile_m", "tile_n", "workers"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1)
+        for name in ("comm_sms", "group_waves"):
+            _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1, 4096)
         for name in ("lead", "stall_us", "stall_seed"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 0)
         if self.timeout_s is not None:
@@ -80,7 +89,8 @@ class Config:
     def sets_plan(self) -> bool:
         """Whether it sets any number of the plan."""
         numbers = (self.tile_m, self.tile_n, self.raster, self.lead, self.transport, self.pushers, self.copiers)
-        return self.few_rows is not None or any(value is not None for value in numbers)
+        signal = (self.comm_sms, self.group_waves)
+        return self.few_rows is not None or any(value is not None for value in (*numbers, *signal))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +172,11 @@ def _choose[T, D](op: str, argument: T | None, variable: str, parse: Callable[[s
 _LARGEST = 2**31 - 1
 
 
-def _integer[T: int | None](name: str, value: T, least: int) -> T:
+def _integer[T: int | None](name: str, value: T, least: int, most: int = _LARGEST) -> T:
     if value is None:
         return value
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
-        raise ValueError(f"{name}={value!r} must be an integer from {least} to {_LARGEST}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} must be an integer from {least} to {most}")
     return value
 
 

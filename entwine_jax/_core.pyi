@@ -12,6 +12,14 @@ class PlanDict(TypedDict):
     copiers: int
     few_rows: bool
 
+class SignalDict(TypedDict):
+    tile_m: int
+    tile_n: int
+    raster: int
+    comm_sms: int
+    us: float
+    xla_us: float
+
 class TimesDict(TypedDict):
     us: float
     link_us: float
@@ -23,6 +31,8 @@ class TimesDict(TypedDict):
 # cc/schedule/plan.h and few_rows.h
 SM90_TILES: tuple[tuple[int, int], ...]
 FEW_ROWS_MOST: int
+# cc/schedule/group_search.h
+SIGNAL_TILES: tuple[tuple[int, int], ...]
 
 def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
 def cuda_built() -> bool: ...
@@ -112,7 +122,53 @@ def arena_bytes(
     parts: int,
     beside: tuple[int, int, int] = (0, 0, 0),
 ) -> int: ...
+def make_signal_plan(
+    op: str,
+    target: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    far: bool,
+    element_bytes: int,
+) -> SignalDict: ...
+def signal_groups(
+    op: str,
+    target: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    tile_m: int,
+    tile_n: int,
+    comm_sms: int,
+    group_waves: int,
+    far: bool,
+    element_bytes: int,
+) -> list[int]: ...
+def signal_scratch_bytes(
+    op: str,
+    target: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    tile_m: int,
+    tile_n: int,
+    element_bytes: int,
+    gathers: bool,
+) -> int: ...
 def nccl() -> tuple[str, str, str]: ...
 def start_trace(bytes: int) -> None: ...
 def stop_trace() -> list[dict[str, Any]]: ...
+def hopper(device_ordinals: list[int]) -> str: ...
 def peer_access(device_ordinals: list[int]) -> str: ...

@@ -36,7 +36,7 @@ def run(
     if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
         y = run(dataclasses.replace(request, gathers=False), x, w, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
-    if choice.strategy == "fused":
+    if choice.ours:
         results: tuple[jax.Array, jax.Array | None] = _fused_inline(request, choice, x, w, z, bias)
         return results
     (y,), gathered = _lowering.on_xla(request, choice, Operands((x,), (w,), (bias,)))
@@ -68,7 +68,7 @@ def _forward(request: Request, choice: Choice, x: Any, w: Any, z: Any, bias: Any
     if outside is not None:
         run = dataclasses.replace(run, activation=None)
     if whole:  # the plan was for a call that gathers nothing for others
-        choice = dataclasses.replace(choice, plan=_strategy.plan(run, x.value, w.value))
+        choice = _strategy.replanned(choice, run, x.value, w.value)
     y, gathered = _fused_inline(run, choice, *(None if v is None else v.value for v in (x, w, z, bias)))
     inner, y = y, _reference.finish(y, None, outside)
     if request.op == "all_gather_matmul" and gathered is not None:
@@ -176,5 +176,5 @@ def operand_dtype(choice: Choice, dtype: Any, cotangent: Any) -> Any:
     """What a gradient's product is taken in; `dtype` is the operands'. The fused kernels multiply 16-bit numbers: a
     float32 cotangent is rounded to bfloat16 for them. Not to float16, which has not the range that a gradient needs:
     that product is one of float32."""
-    rounds = dtype == jnp.bfloat16 and choice.strategy == "fused"
+    rounds = dtype == jnp.bfloat16 and choice.ours
     return dtype if rounds else jnp.promote_types(cotangent, dtype)

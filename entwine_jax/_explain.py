@@ -47,14 +47,18 @@ class CollectiveMatmul:
     team_size: int
     strategy: str
     reason: str
-    plan: Plan | None  # of strategy "fused"
-    arena_bytes: int  # peer memory that the call needs on each rank; calls of one team share it
+    plan: Plan | None  # of strategy "fused" or "signal"
+    arena_bytes: int  # of "fused": peer memory that the call needs on each rank; calls of one team share it
     gathered: tuple[int, ...] | None = None  # of a gathered array that the call gives beside y, if it does
     w_dtype: np.dtype[Any] | None = None  # of w where it isn't that of x: float8_e4m3fn beside float8_e5m2
     bias: bool = False  # whether the call adds one
     activation: str | None = None  # that the call applies
     # Of a call of several products, all of them; x, w, y, bias and activation are those of the first.
     products: tuple[Product, ...] = ()
+    # Of strategy "signal": memory that XLA allocates for the call beside its results, and how many tiles of a chunk
+    # (sums) or row blocks of one (all-gather) each of its groups has.
+    scratch_bytes: int = 0
+    groups: tuple[int, ...] = ()
 
 
 class Explanation(Sequence[CollectiveMatmul]):
@@ -165,6 +169,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
         return _dot(_shard(equation.params["x"]), _shard(equation.params["w"]), _shard(y), False, call)
     request, choice, pairs, z = call.request, call.choice, call.pairs, call.z
     x, w = pairs[0]
+    signal = choice.plan is not None and choice.strategy == "signal"
     return CollectiveMatmul(
         op=request.op,
         x=x.shape,
@@ -179,13 +184,15 @@ def _describe(equation: Any) -> CollectiveMatmul:
         reason=choice.reason,
         plan=choice.plan,
         arena_bytes=_strategy.arena_bytes(request, choice.plan, *_strategy.joined(request, pairs), z)
-        if choice.plan
+        if choice.plan and not signal
         else 0,
         gathered=gathered_type(request, z or x).shape if request.gathers else None,
         w_dtype=None if w.dtype == x.dtype else w.dtype,
         bias=request.biased,
         activation=request.activation,
         products=_products(request, pairs, y) if request.products > 1 else (),
+        scratch_bytes=_strategy.scratch_bytes(request, choice.plan, x, w) if choice.plan and signal else 0,
+        groups=(*_strategy.groups(request, choice.plan, x, w),) if choice.plan and signal else (),
     )
 
 
@@ -237,7 +244,10 @@ def _dot(x: Any, w: Any, y: Any, transpose_w: bool, reason: str) -> CollectiveMa
     )
 
 
-def _plan(op: str, plan: Plan) -> str:
+def _plan(op: str, plan: Plan, groups: tuple[int, ...]) -> str:
+    if plan.strategy == "signal":
+        sms = f" {plan.comm_sms} SMs for NCCL" if plan.target == "sm90" else ""
+        return f"{plan.tile_m}x{plan.tile_n} raster {plan.raster}{sms} groups {'+'.join(map(str, groups))}"
     if plan.few_rows:
         return "few rows"
     rest = f"pushers {plan.pushers}" if op == "all_gather_matmul" else f"lead {plan.lead} {plan.transport}"
@@ -247,8 +257,9 @@ def _plan(op: str, plan: Plan) -> str:
 def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     plan = ""
     if m.plan is not None:
-        plan = _plan(m.op, m.plan)
-        plan += f" copiers {m.plan.copiers}" if m.gathered else ""
+        plan = _plan(m.op, m.plan, m.groups)
+        plan += f" copiers {m.plan.copiers}" if m.gathered and not m.groups else ""
+    memory = m.scratch_bytes if m.groups else m.arena_bytes
     all_ = m.products or (Product(m.x, m.w, m.y, m.bias, m.activation),)
 
     xs = [_array(m.dtype, p.x) for p in all_]
@@ -262,7 +273,7 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
         _array(m.dtype, m.gathered) if m.gathered else "",
         f"{','.join(map(str, m.axis_name))}:{m.team_size}" if m.axis_name else "",
         m.strategy,
-        f"{m.arena_bytes / 2**20:.1f} MiB" if m.plan else "",
+        f"{memory / 2**20:.1f} MiB{' scratch' * bool(m.groups)}" if m.plan else "",
         plan,
         m.reason,
     )

@@ -148,6 +148,8 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
         "stall_us": settings.stall_us,
         "stall_seed": settings.stall_seed,
     }
+    if plan.strategy == "signal":  # `SignalAttributes` in cc/ffi/signal_call.h
+        numbers |= {"comm_sms": plan.comm_sms, "group_waves": plan.group_waves, "far": int(plan.far)}
     return {"groups": np.array(request.team.groups, np.int64)} | {
         name: np.int64(value) for name, value in numbers.items()
     }
@@ -158,7 +160,7 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
         team, plan = request.team, choice.plan
         if plan is None or plan.target != target:
             raise NotImplementedError(
-                f"entwine_jax.{request.op}: strategy='fused' was traced for {team.platform} devices and can't be "
+                f"entwine_jax.{request.op}: strategy={choice.strategy!r} was traced for {team.platform} devices and can't be "
                 "lowered for another platform; trace it on that platform, or use strategy='xla'"
             )
         results = _results(*map(jax.typeof, flat), request=request, choice=choice)
@@ -172,7 +174,15 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             # rank there.
             index = lax.axis_index(team.other_axes) if team.other_axes else 0
             operands.append(jnp.stack([jnp.int32(index), lax.axis_index(team.axis_name)]))
-        return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *more, **_attributes(request, plan))
+        attributes = _attributes(request, plan)
+        if plan.strategy == "fused":
+            return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *more, **attributes)
+        x, w = map(jax.typeof, flat[:2])
+        size = _strategy.scratch_bytes(request, plan, x, w)
+        scratch = x.update(shape=(size,), dtype=np.dtype(np.uint8), weak_type=False)
+        call = jax.ffi.ffi_call(f"entwine_signal_{request.op}", [results[0], scratch, *results[1:]])
+        y, _, *gathered = call(*operands, *more, **attributes)
+        return [y, *gathered]
 
     return lower
 

@@ -119,7 +119,7 @@ def _call(request: Request, plan: Plan | None, operands: Any, w: jax.Array, scal
     x, *z = operands
     scales = [scale] if request.scaled else []
     if plan is not None:
-        choice = Choice("fused", "measured", plan)
+        choice = Choice(plan.strategy, "measured", plan)
         made: list[jax.Array] = _lowering.collective_matmul_p.bind(x, w, *scales, *z, request=request, choice=choice)
         return made
     gathers = request.gathers and not z

@@ -31,15 +31,13 @@ def multiply(
         return (y,), rows
     request = dataclasses.replace(request, products=len(ws))
     pairs = _operands.pairs((x,), ws)
-    if not request.gathers and _strategy.apart(request, pairs):
-        each = (
-            _differentiable.run(request.alone(i), x, w, bias=b)[0]
-            for i, (w, b) in enumerate(zip(ws, biases, strict=True))
-        )
-        return (*each,), None
+    if _strategy.takes_one(request) or (not request.gathers and _strategy.apart(request, pairs)):
+        alone = [dataclasses.replace(request.alone(i), gathers=request.gathers and i == 0) for i in range(len(ws))]
+        each = [_differentiable.run(r, x, w, bias=b) for r, w, b in zip(alone, ws, biases, strict=True)]
+        return tuple(y for y, _ in each), each[0][1]
     choice = _strategy.choose_of(request, pairs)
     results: tuple[Ys, jax.Array | None]
-    if choice.strategy == "fused":
+    if choice.ours:
         results = _products_inline(request, choice, x, (*ws,), (*biases,))
     else:
         results = _lowering.on_xla(request, choice, Operands((x,), (*ws,), (*biases,)))
@@ -58,6 +56,9 @@ def add(
         return _differentiable.run(request, xs[0], ws[0], z, bias)
     request = dataclasses.replace(request, products=len(xs), biased=bias is not None)
     pairs = _operands.pairs(xs, ws)
+    if z is not None and _strategy.takes_one(request):
+        y = add(dataclasses.replace(request, products=1, gathers=False), xs, ws, bias=bias)[0]
+        return y, _reference.gather(z, request.team.axis_name)
     if z is None and _strategy.apart(request, pairs):
         each = (_differentiable.run(request.alone(i), *pair)[0] for i, pair in enumerate(pairs))
         return _reference.finish(functools.reduce(jnp.add, each), bias, request.activation), None
@@ -65,7 +66,7 @@ def add(
     if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
         y = add(dataclasses.replace(request, gathers=False), xs, ws, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
-    if choice.strategy == "fused":
+    if choice.ours:
         results: tuple[jax.Array, jax.Array | None] = _sum_inline(request, choice, (*xs,), (*ws,), z, bias)
         return results
     (y,), _ = _lowering.on_xla(request, choice, Operands((*xs,), (*ws,), (bias,)))

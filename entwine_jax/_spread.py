@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from . import _reference, _shards, _team
-from ._config import Settings
+from ._config import OURS, Settings
 from ._selection import OPERANDS, Layout, Spec
 from ._team import Team
 
@@ -146,9 +146,10 @@ def gathered(spec: Spec, team: tuple[str, ...]) -> Spec:
 
 def check(call: Call, layout: Layout) -> None:
     """A named strategy never falls back to a collective of XLA's; weight gradients have no other."""
-    if call.settings.strategy == "fused" and layout.moves and call.product != "w":
+    named = call.settings.strategy
+    if named in OURS and layout.moves and call.product != "w":
         raise NotImplementedError(
-            f"entwine_jax.collective_matmul: strategy='fused' can't run {OPERANDS[call.product][0]} @ "
+            f"entwine_jax.collective_matmul: strategy={named!r} can't run {OPERANDS[call.product][0]} @ "
             f"{'w' if call.product == 'y' else 'w.T'}: {layout.reason}; or use strategy='auto', which leaves it to XLA"
         )
 

@@ -5,6 +5,7 @@ A function of what is known while JAX traces, the tables of `_tuned` among it; i
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _checks, _core, _tuned
-from ._config import TRANSPORTS, Settings
+from . import _checks, _core, _signal, _tuned
+from ._config import OURS, TRANSPORTS, Settings
 from ._team import Team
 
 # cc/schedule: kMaxRanks, kHostParts, kSm90Parts; the row pitch that TMA needs.
@@ -88,6 +89,14 @@ class Plan:
     pushers: int
     copiers: int
     few_rows: bool  # sm90: the kernels for few rows, to which the numbers above mean nothing
+    # Strategy "signal", which knows tiles and raster of the above; cc/schedule/group_search.h. 0: a plan of "fused".
+    comm_sms: int = 0
+    group_waves: int = 0
+    far: bool = False
+
+    @property
+    def strategy(self) -> str:
+        return "signal" if self.comm_sms else "fused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +106,11 @@ class Choice:
     plan: Plan | None = None
     # The key by which tables were asked: of the call as it was traced, which vmap may make larger.
     asked: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def ours(self) -> bool:
+        """Whether a call of this library's runs it, or XLA."""
+        return self.strategy in OURS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +146,18 @@ def joined(request: Request, pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any
 
 
 def apart(request: Request, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether each of several products is to have a call of its own: the kernels for few rows take one."""
+    """Whether each of several products is to have a call of its own: kernels for few rows take one, and "signal"."""
+    if takes_one(request):
+        return True
     if request.team.platform != "cuda" or request.settings.strategy == "xla" or request.team.size == 1:
         return False
     plans = [choose(request.alone(i), *pair).plan for i, pair in enumerate(pairs)]
     return all(plan is not None and plan.few_rows for plan in plans)
+
+
+def takes_one(request: Request) -> bool:
+    """Whether the strategy that is asked for takes one product a call."""
+    return request.settings.strategy == "signal" and request.team.size > 1
 
 
 def choose(request: Request, x: jax.Array, w: jax.Array) -> Choice:
@@ -155,14 +176,20 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     entry, asked = (measured(request, *pairs[0]), key(request, *pairs[0])) if len(pairs) == 1 else (None, "")
     if wanted == "auto" and team.platform == "cpu" and entry is None and not seeking.value:
         return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor", asked=asked)
-    found = [(obstacle(request, x, w), x, w) for x, w in pairs]
+    test = signal_obstacle if wanted == "signal" else obstacle
+    found = [(test(request, x, w), x, w) for x, w in pairs]
     problem, x, w = next((each for each in found if each[0] is not None), (None, *joined(request, pairs)))
-    if problem is not None and wanted == "fused":
+    if problem is not None and wanted in OURS:
         raise NotImplementedError(
-            f"entwine_jax.{request.op}: strategy='fused' can't run x {x.dtype}{list(x.shape)}, "
+            f"entwine_jax.{request.op}: strategy={wanted!r} can't run x {x.dtype}{list(x.shape)}, "
             f"w {w.dtype}{list(w.shape)}, result {request.dtype}, over axis {_checks.axis(team.axis_name)} "
             f"of {team.size} {team.platform} devices: {problem}; change that or use strategy='auto' or 'xla'"
         )
+    if wanted == "signal":
+        how = "" if entry is None or entry.signal_plan is None else f"; plan {entry}"
+        return Choice("signal", f"asked for{how}", signal_plan(request, x, w), asked)
+    if wanted == "auto" and (instead := _instead(request, x, w, entry, asked, problem)) is not None:
+        return instead
     # A user who names "fused" vouches for what can't be seen while tracing.
     problem = problem or (span_obstacle() if wanted == "auto" and team.platform == "cuda" else None)
     if problem is not None:
@@ -184,13 +211,41 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     return Choice("fused", reason + copy, plan(request, x, w), asked)
 
 
+def _instead(
+    request: Request, x: jax.Array, w: jax.Array, entry: _tuned.Entry | None, asked: str, problem: str | None
+) -> Choice | None:
+    """Strategy "signal" under "auto": where it was measured to win, or where there is no peer access, which it can do
+    without, and it is predicted to."""
+    wins = entry is not None and entry.strategy == "signal" and not seeking.value
+    alone = problem is not None and request.team.platform == "cuda" and problem == _no_peers()
+    if not (wins or alone) or signal_obstacle(request, x, w) is not None:
+        return None
+    made = Choice("signal", str(entry), signal_plan(request, x, w), asked)
+    if wins:
+        return made
+    if seeking.value:
+        return dataclasses.replace(made, reason=f"looked for, since {problem}")
+    if entry is not None:
+        return None
+    us, xla_us = _signal.predict(request.op, _geometry(request, x, w), True, x.dtype.itemsize)
+    if us * _MARGIN > xla_us:
+        return None
+    reason = f"{problem}; predicted {us:.0f} us by NCCL in groups (signal), {xla_us:.0f} us on XLA"
+    return dataclasses.replace(made, reason=reason)
+
+
+def _no_peers() -> str | None:
+    return peer_obstacle() if _core.cuda_built() else None
+
+
 def key(request: Request, x: jax.Array, w: jax.Array) -> str:
     """By which tables know a call: all that its time depends on. An epilogue costs next to nothing, with either
     strategy, and is left out."""
     rows = [1, x.shape[0] * x.shape[1]] if request.op == "matmul_all_reduce" else [*x.shape[:2]]
     x_text, w_text = f"{x.dtype}{[*rows, x.shape[2]]}", f"{w.dtype}{[*w.shape]}{'.T' if request.transpose_w else ''}"
-    # Without peer access nothing can be fused, hence measured.
     link = {"cpu": "shared memory", "cuda": "peer access"}.get(request.team.platform, "no link")
+    if request.team.platform == "cuda" and _no_peers() is not None:
+        link = "no peer access"
     gathers = ", gathers" if request.gathers else ""
     text = f"{request.op} {x_text} @ {w_text} -> {request.dtype}, {request.team.size} ranks, {link}{gathers}"
     return text.replace("[", "(").replace("]", ")")
@@ -206,6 +261,11 @@ def measured(request: Request, x: jax.Array, w: jax.Array) -> _tuned.Entry | Non
         return None
     files = settings.tuned is True or jax.process_count() == 1
     entry = _tuned.find(kind, key(request, x, w), files)
+    if entry is not None and entry.signal_plan is not None:
+        signal = Plan(**entry.signal_plan)
+        fits = signal.target == _TARGETS[team.platform] and signal.strategy == "signal"
+        if not fits or (signal.target == "sm90" and (signal.tile_m, signal.tile_n) not in _core.SIGNAL_TILES):
+            return None
     if entry is None or entry.plan is None:
         return entry
     made = Plan(**entry.plan)
@@ -218,6 +278,22 @@ def measured(request: Request, x: jax.Array, w: jax.Array) -> _tuned.Entry | Non
 
 def obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     """Why strategy "fused" can't run, None if it can."""
+    problem = _obstacle(request, x, w)
+    return peer_obstacle() if problem is None and request.team.platform == "cuda" else problem
+
+
+def signal_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
+    """Why strategy "signal" can't run, None if it can: it needs no peer access."""
+    if (problem := _obstacle(request, x, w)) is not None:
+        return problem
+    rows = _rows(request, sizes(request, x.shape, w.shape))
+    if (problem := _signal.obstacle(request, x.dtype, rows)) is not None:
+        return problem
+    return hopper_obstacle() if request.team.platform == "cuda" else None
+
+
+def _obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
+    """What is in the way of either."""
     team, platform = request.team, request.team.platform
     if platform not in _TARGETS:
         return f"platform {platform!r} has no fused implementation, only cpu and cuda have"
@@ -281,7 +357,7 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
         return "config's few_rows=True is for 16-bit operands"
     if config.few_rows and _rows(request, shape) > _core.FEW_ROWS_MOST:
         return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {_rows(request, shape)}"
-    return peer_obstacle()
+    return None
 
 
 def _padded(columns: int, multiple: int) -> int:
@@ -308,7 +384,14 @@ def gather_obstacle(request: Request, z: jax.Array) -> str | None:
 
 
 @functools.cache
+def hopper_obstacle() -> str | None:
+    return _core.hopper([device.local_hardware_id for device in jax.local_devices(backend="cuda")]) or None
+
+
+@functools.cache
 def peer_obstacle() -> str | None:
+    if os.environ.get("ENTWINE_PEER_ACCESS") == "0":
+        return "ENTWINE_PEER_ACCESS=0 says that the GPUs don't see each other's memory"
     return _core.peer_access([device.local_hardware_id for device in jax.local_devices(backend="cuda")]) or None
 
 
@@ -350,6 +433,21 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
     )
 
 
+def signal_plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
+    """Of strategy "signal"."""
+    entry = measured(request, x, w)
+    if entry is not None and entry.signal_plan is not None:
+        return Plan(**entry.signal_plan)
+    far = request.team.platform == "cuda" and peer_obstacle() is not None
+    target = _TARGETS[request.team.platform]
+    return Plan(**_signal.numbers(request, target, _geometry(request, x, w), far, x.dtype.itemsize))
+
+
+def replanned(choice: Choice, request: Request, x: Any, w: Any) -> Choice:
+    """The same strategy for a request that gathers where another one didn't."""
+    return choice if choice.strategy == "signal" else dataclasses.replace(choice, plan=plan(request, x, w))
+
+
 def _wants_tiles(request: Request) -> bool:
     """Whether a call can't be for the kernels for few rows: these gather nothing for others and take 16-bit operands,
     and who sets a number of the tiles' schedule means tiles."""
@@ -387,6 +485,17 @@ def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array, z: jax
         parts=_PARTS[plan.target],
         beside=(0, 0, 0) if z is None else (z.shape[0], z.shape[1], z.shape[2] * z.dtype.itemsize),
     )
+
+
+def scratch_bytes(request: Request, plan: Plan, x: Any, w: Any) -> int:
+    """What a call of strategy "signal" has XLA allocate beside its results, on each rank."""
+    return _signal.scratch_bytes(request.op, plan, _geometry(request, x, w), x.dtype.itemsize, request.gathers)
+
+
+def groups(request: Request, plan: Plan, x: Any, w: Any) -> list[int]:
+    """The sizes of the groups of a call of strategy "signal"."""
+    ends = _signal.groups(request.op, plan, _geometry(request, x, w), x.dtype.itemsize)
+    return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _geometry(request: Request, x: jax.Array, w: jax.Array) -> dict[str, int]:

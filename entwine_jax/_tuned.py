@@ -4,7 +4,9 @@ A file holds one kind of device, and one version of this package, since kernels 
 
     {"format": 1, "library": "0.1.0", "device": "NVIDIA H200",
      "entries": {KEY: {"strategy": "fused", "fused_ms": 0.213, "xla_ms": 0.301, "plan": {"tile_m": 256, ...},
-                       "measured": {"when": ..., "jax": ..., ...}}}}
+                       "signal_ms": 0.244, "signal_plan": {...}, "measured": {"when": ..., "jax": ..., ...}}}}
+
+What is said of strategy "signal" may be left out.
 
 A shipped table is such a file. Files are read once a process, while JAX traces; nothing here measures.
 """
@@ -26,11 +28,12 @@ from typing import Any
 
 import jax
 
-from ._config import TRANSPORTS
+from ._config import OURS, TRANSPORTS
 
 FORMAT = 1
 # Of an entry's plan: the fields of _strategy.Plan.
 _NUMBERS = {"tile_m": 1, "tile_n": 1, "raster": 1, "lead": 0, "pushers": 1, "copiers": 1}
+_SIGNAL = {"comm_sms": 0, "group_waves": 0}  # may be left out, as far may be
 _SHIPPED = Path(__file__).parent / "tuned"
 
 Table = dict[str, dict[str, Any]]  # entries as in the file, by key
@@ -45,9 +48,12 @@ class Entry:
     xla_ms: float
     plan: dict[str, Any] | None
     source: str  # the file, or this process
+    signal_ms: float | None = None  # the same of strategy "signal"
+    signal_plan: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         fused = "nothing fused" if self.fused_ms is None else f"{self.fused_ms:.3g} ms fused"
+        fused += "" if self.signal_ms is None else f", {self.signal_ms:.3g} ms as signal"
         return f"tuned: {fused}, {self.xla_ms:.3g} ms on XLA ({self.source})"
 
 
@@ -75,9 +81,9 @@ def find(kind: str, key: str, files: bool) -> Entry | None:
     for source in ("this process", user if files else None, _SHIPPED / f"{_slug(kind)}.json"):
         table = _of_process(kind) if isinstance(source, str) else {} if source is None else _read(source, kind)
         if (found := table.get(key)) is not None:
-            return Entry(
-                **{name: found[name] for name in ("strategy", "fused_ms", "xla_ms", "plan")}, source=str(source)
-            )
+            known = {name: found[name] for name in ("strategy", "fused_ms", "xla_ms", "plan")}
+            signal = {name: found.get(name) for name in ("signal_ms", "signal_plan")}
+            return Entry(**known, **signal, source=str(source))
     return None
 
 
@@ -186,19 +192,30 @@ def _parse(text: str, kind: str) -> Table:
 
 
 def _is_entry(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("strategy") not in ("fused", "xla"):
+    if not isinstance(value, dict) or value.get("strategy") not in (*OURS, "xla"):
         return False
-    plan, fused_ms = value.get("plan", ""), value.get("fused_ms", "")
-    if plan is None or fused_ms is None:
-        return plan is fused_ms and value["strategy"] == "xla" and _is_time(value.get("xla_ms"))
+    fused = value.get("fused_ms", ""), value.get("plan", "")
+    signal = value.get("signal_ms"), value.get("signal_plan")
+    for strategy, (ms, plan) in zip(OURS, (fused, signal), strict=True):
+        if ms is None or plan is None:  # none of its plans ran
+            if ms is not plan or value["strategy"] == strategy:
+                return False
+        elif not (_is_time(ms) and _is_plan(plan)):
+            return False
+    return _is_time(value.get("xla_ms"))
+
+
+def _is_plan(plan: Any) -> bool:
+    if not isinstance(plan, dict):
+        return False
+    plan = {**dict.fromkeys(_SIGNAL, 0), "far": False, **plan}
+    numbers = _NUMBERS | _SIGNAL
     return (
-        _is_time(fused_ms)
-        and _is_time(value.get("xla_ms"))
-        and isinstance(plan, dict)
-        and plan.keys() == {*_NUMBERS, "target", "transport", "few_rows"}
-        and all(type(plan[name]) is int and least <= plan[name] < 2**31 for name, least in _NUMBERS.items())
+        plan.keys() == {*numbers, "target", "transport", "few_rows", "far"}
+        and all(type(plan[name]) is int and least <= plan[name] < 2**31 for name, least in numbers.items())
         and plan["transport"] in TRANSPORTS
         and type(plan["few_rows"]) is bool
+        and type(plan["far"]) is bool
         and type(plan["target"]) is str
     )
 

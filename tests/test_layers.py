@@ -45,7 +45,7 @@ PYTHON = [
     {"_batching"},
     {"_operands"},
     {"_strategy"},
-    {"_tuned"},
+    {"_signal", "_tuned"},
     {"_team", "_reference", "_selection"},
     {"_config", "_checks", "_memory"},
     {"_core", "_threads"},

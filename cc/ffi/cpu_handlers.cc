@@ -9,10 +9,12 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "ffi/problem.h"
+#include "ffi/signal_call.h"
 #include "host/team.h"
 #include "team/first_epoch.h"
 
@@ -130,10 +132,21 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
   return spec;
 }
 
-// Puts the call in its team's hands; `promise` is kept when this rank's part is done.
-ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, Buffers const& buffers,
-                 ffi::BufferR1<ffi::S32> where, ffi::Promise promise) {
+ffi::ErrorOr<host::CallSpec> decode_spec(Op op, SignalAttributes const& a, Buffers const& buffers,
+                                         Buffers::Optional const& scratch, std::byte** memory) {
+  ffi::ErrorOr<SignalProblem> problem = decode_signal(op, schedule::Target::kHost, a, buffers, scratch);
+  if (problem.has_error()) return ffi::Unexpected(problem.error());
   ffi::ErrorOr<host::CallSpec> spec = decode_spec(op, a, buffers);
+  if (spec.has_error()) return spec;
+  spec->grouped = true;
+  spec->signal = problem->plan;
+  *memory = reinterpret_cast<std::byte*>(problem->scratch);
+  return spec;
+}
+
+// Puts the call in its team's hands; `promise` is kept when this rank's part is done.
+ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, ffi::ErrorOr<host::CallSpec> const& spec,
+                 Buffers const& buffers, std::byte* scratch, ffi::BufferR1<ffi::S32> where, ffi::Promise promise) {
   if (spec.has_error()) return spec.error();
   if (where.element_count() != 2) return invalid(op, "where must hold a team index and a rank");
   int64_t team = where.typed_data()[0], rank = where.typed_data()[1], teams = a.groups.size() / a.team_size;
@@ -149,8 +162,8 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, Bu
   };
   try {
     uint32_t r = static_cast<uint32_t>(rank);
-    host::Operands operands{buffers.x_data(0),       buffers.w_data(0),    buffers.y_data(0),   buffers.z_data(),
-                            buffers.gathered_data(), buffers.bias_data(0), buffers.scale_data()};
+    host::Operands operands{buffers.x_data(0),       buffers.w_data(0),    buffers.y_data(0),    buffers.z_data(),
+                            buffers.gathered_data(), buffers.bias_data(0), buffers.scale_data(), scratch};
     for (uint32_t i = 1; i < spec->products.count; ++i)
       operands.more[i - 1] = {buffers.x_data(i), buffers.w_data(i), buffers.y_data(i), buffers.bias_data(i)};
     team_of({ids, ids + a.team_size}).submit(r, site->next(run, team, r), *spec, operands, done);
@@ -162,19 +175,27 @@ ffi::Error start(Op op, CallSite* site, int64_t run, CallAttributes const& a, Bu
   return ffi::Error::Success();
 }
 
-template <Op op>
+template <Op op, class Attributes>
 ffi::Future execute(CallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::BufferR1<ffi::S32> where,
-                    ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also,
-                    CallAttributes attributes) {
+                    ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also, Attributes attributes) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  Buffers buffers = all_buffers(op, x, w, *y, attributes, more, also);
-  ffi::Error error = start(op, site, run.run_id, attributes, buffers, where, promise);
+  std::byte* scratch = nullptr;
+  ffi::Error error;
+  if constexpr (std::is_same_v<Attributes, SignalAttributes>) {
+    Buffers buffers = all_buffers(op, x, w, *y, attributes, more, also, 0, 1);
+    auto second = also.get<ffi::AnyBuffer>(0);
+    auto spec = decode_spec(op, attributes, buffers, second ? Buffers::Optional(**second) : std::nullopt, &scratch);
+    error = start(op, site, run.run_id, attributes, spec, buffers, scratch, where, promise);
+  } else {
+    Buffers buffers = all_buffers(op, x, w, *y, attributes, more, also);
+    error = start(op, site, run.run_id, attributes, decode_spec(op, attributes, buffers), buffers, scratch, where, promise);
+  }
   if (error.failure()) promise.SetError(error);
   return future;
 }
 
-template <Op op>
+template <Op op, class Attributes>
 XLA_FFI_Error* execute_handler(XLA_FFI_CallFrame* frame) {
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::State<CallSite>>()
@@ -185,34 +206,39 @@ XLA_FFI_Error* execute_handler(XLA_FFI_CallFrame* frame) {
                              .RemainingArgs()
                              .Ret<ffi::AnyBuffer>()
                              .RemainingRets()
-                             .Attrs<CallAttributes>()
-                             .To(execute<op>)
+                             .template Attrs<Attributes>()
+                             .To(execute<op, Attributes>)
                              .release();
   return handler->Call(frame);
 }
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(CallAttributes) { return std::make_unique<CallSite>(); }
+template <class Attributes>
+ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(Attributes) {
+  return std::make_unique<CallSite>();
+}
 
-XLA_FFI_Error* instantiate_handler(XLA_FFI_CallFrame* frame) {
-  // The state's type must be known to XLA before the handler is; XLA's first question, for the handler's metadata, brings the
-  // API.
+// The state's type must be known to XLA before the handler is; XLA's first question, for the handler's metadata, brings the
+// API.
+XLA_FFI_Error* register_call_site(XLA_FFI_CallFrame* frame) {
   static constexpr ffi::TypeInfo info = ffi::MakeTypeInfo<CallSite>();
   static std::mutex mutex;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (CallSite::id.type_id == XLA_FFI_UNKNOWN_TYPE_ID.type_id)
-      if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(frame->api, "entwine_jax.CallSite", &CallSite::id, &info))
-        return error;
-  }
-  static auto* handler = ffi::Ffi::BindInstantiate().Attrs<CallAttributes>().To(instantiate).release();
+  std::lock_guard<std::mutex> lock(mutex);
+  if (CallSite::id.type_id != XLA_FFI_UNKNOWN_TYPE_ID.type_id) return nullptr;
+  return ffi::Ffi::RegisterTypeId(frame->api, "entwine_jax.CallSite", &CallSite::id, &info);
+}
+
+template <class Attributes>
+XLA_FFI_Error* instantiate_handler(XLA_FFI_CallFrame* frame) {
+  if (XLA_FFI_Error* error = register_call_site(frame)) return error;
+  static auto* handler = ffi::Ffi::BindInstantiate().Attrs<Attributes>().To(instantiate<Attributes>).release();
   return handler->Call(frame);
 }
 
-template <Op op>
+template <Op op, class Attributes>
 nb::dict stages() {
   nb::dict stages;
-  stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate_handler));
-  stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute_handler<op>));
+  stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate_handler<Attributes>));
+  stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute_handler<op, Attributes>));
   return stages;
 }
 
@@ -220,9 +246,12 @@ nb::dict stages() {
 
 nb::dict cpu_registrations() {
   nb::dict targets;
-  targets["entwine_all_gather_matmul"] = stages<Op::kAllGatherMatmul>();
-  targets["entwine_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter>();
-  targets["entwine_matmul_all_reduce"] = stages<Op::kMatmulAllReduce>();
+  targets["entwine_all_gather_matmul"] = stages<Op::kAllGatherMatmul, CallAttributes>();
+  targets["entwine_signal_all_gather_matmul"] = stages<Op::kAllGatherMatmul, SignalAttributes>();
+  targets["entwine_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter, CallAttributes>();
+  targets["entwine_signal_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter, SignalAttributes>();
+  targets["entwine_matmul_all_reduce"] = stages<Op::kMatmulAllReduce, CallAttributes>();
+  targets["entwine_signal_matmul_all_reduce"] = stages<Op::kMatmulAllReduce, SignalAttributes>();
   return targets;
 }
 

@@ -9,10 +9,12 @@
 #include <optional>
 
 #include "ffi/problem.h"
+#include "ffi/signal_handlers.h"
 #include "kernel/sm90.h"
 #include "schedule/few_rows.h"
 #include "team/arena.h"
 #include "team/clique.h"
+#include "team/device_scope.h"
 #include "team/stuck.h"
 #include "team/trace.h"
 
@@ -22,25 +24,11 @@ namespace {
 namespace ffi = xla::ffi;
 using schedule::Op;
 using Clique = ffi::Extension<team::Collectives>;
+using team::DeviceScope;
 
 ffi::Error failed(Op op, std::string const& why, ffi::ErrorCode code = ffi::ErrorCode::kFailedPrecondition) {
   return ffi::Error(code, std::string("entwine_jax.") + op_name(op) + ": " + why);
 }
-
-// XLA runs a device's stages on any of its threads.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    cudaGetDevice(&before_);
-    cudaSetDevice(device);
-  }
-  ~DeviceScope() { cudaSetDevice(before_); }
-  DeviceScope(DeviceScope const&) = delete;
-  DeviceScope& operator=(DeviceScope const&) = delete;
-
- private:
-  int before_ = 0;
-};
 
 // Multiprocessors of the current device; its kernels are loaded at the first call. Negative: a CUDA error.
 int ready_device(int device) {
@@ -209,14 +197,14 @@ nanobind::dict stages() {
 }  // namespace
 
 nanobind::dict cuda_registrations() {
-  nanobind::dict targets;
+  nanobind::dict targets = signal_registrations();
   targets["entwine_all_gather_matmul"] = stages<Op::kAllGatherMatmul>();
   targets["entwine_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter>();
   targets["entwine_matmul_all_reduce"] = stages<Op::kMatmulAllReduce>();
   return targets;
 }
 
-std::string peer_access(std::vector<int> const& ordinals) {
+std::string hopper(std::vector<int> const& ordinals) {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
     cudaGetLastError();
@@ -230,12 +218,19 @@ std::string peer_access(std::vector<int> const& ordinals) {
     if (major != 9 || minor != 0)
       return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
              std::to_string(minor) + ", the kernels need 9.0 (Hopper)";
+  }
+  return "";
+}
+
+std::string peer_access(std::vector<int> const& ordinals) {
+  std::string why = hopper(ordinals);
+  if (!why.empty()) return why;
+  for (int device : ordinals)
     for (int peer : ordinals) {
       int reachable = 1;
       if (peer != device) cudaDeviceCanAccessPeer(&reachable, device, peer);
       if (!reachable) return "device " + std::to_string(device) + " can't access the memory of device " + std::to_string(peer);
     }
-  }
   return "";
 }
 

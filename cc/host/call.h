@@ -9,6 +9,7 @@
 #include "host/arena.h"
 #include "host/element.h"
 #include "schedule/activation.h"
+#include "schedule/group_search.h"
 #include "schedule/plan.h"
 #include "schedule/products.h"
 #include "schedule/tile_order.h"
@@ -33,6 +34,8 @@ struct CallSpec {
   uint32_t stall_us = 0;  // a random stall of up to this before each claim and each signal
   uint64_t stall_seed = 0;
   char const* absent = "";  // for errors: why else a rank may never come to a call
+  bool grouped = false;     // strategy "signal": tiles are moved in groups
+  schedule::SignalPlan signal{};
 
   // n and k of one product.
   uint32_t n(uint32_t product) const { return gather() ? products.size(product, geometry.n) : geometry.n; }
@@ -42,7 +45,16 @@ struct CallSpec {
   }
   bool gather() const { return op == schedule::Op::kAllGatherMatmul; }
 
+  schedule::Groups groups() const {
+    return schedule::make_groups(op, schedule::Target::kHost, geometry, signal, 0, element_bytes(in)).groups;
+  }
+
   schedule::ArenaDemand demand() const {
+    if (grouped) {  // a word of each group; own sums, or the peers' rows
+      uint64_t bytes = gather() ? schedule::chunk_bytes(geometry, element_bytes(in)) * (geometry.ranks - 1)
+                                : schedule::scratch_bytes(op, schedule::grouped(op, geometry), element_bytes(out), false);
+      return {schedule::kMaxGroups, schedule::round_up(bytes, 1024)};
+    }
     return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather() ? in : out), gathering);
   }
 };
@@ -56,6 +68,7 @@ struct Operands {
   void* gathered = nullptr;  // all-gather: null if x's chunks aren't wanted together
   float const* bias = nullptr;
   float const* scale = nullptr;  // of the product, if its operands have 8 bits
+  std::byte* scratch = nullptr;  // strategy "signal": schedule/tile_groups.h
   // Of the products after the first; all-gather has no other x, the others no other y and bias.
   struct More {
     void const *x, *w;

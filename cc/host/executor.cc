@@ -1,28 +1,41 @@
 #include "host/executor.h"
 
+#include <type_traits>
+
 #include "host/all_gather.h"
 #include "host/all_reduce.h"
+#include "host/grouped_rows.h"
+#include "host/grouped_sums.h"
 #include "host/reduce_scatter.h"
 
 namespace entwine::host {
 namespace {
 
 template <typename Part>
-bool run(Seat const& seat, Crew& crew) {
+bool run(Seat const& seat, Crew& crew, uint32_t besides = 0) {
   Arena& own = *(*seat.arenas)[seat.rank];
   own.tile_queue().store(0);
   own.push_queue().store(0);
   own.copy_queue().store(0);
   Part part(seat);
   std::atomic<bool> finished{true};
-  crew.run(seat.spec->workers, [&](uint32_t worker) {
+  crew.run(seat.spec->workers + besides, [&](uint32_t worker) {
     if (!part.run(worker)) finished.store(false);
   });
   return finished.load();
 }
 
+// Strategy "signal": beside the workers there is one for communication.
+template <typename In, typename Out>
+bool run_grouped(Seat const& seat, Crew& crew) {
+  if constexpr (std::is_same_v<In, Out>)
+    return seat.spec->gather() ? run<GroupedRows<In, Out>>(seat, crew, 1) : run<GroupedSums<In, Out>>(seat, crew, 1);
+  return false;  // its results are of x's type
+}
+
 template <typename In, typename Out>
 bool run(Seat const& seat, Crew& crew) {
+  if (seat.spec->grouped) return run_grouped<In, Out>(seat, crew);
   switch (seat.spec->op) {
     case schedule::Op::kAllGatherMatmul:
       return run<AllGather<In, Out>>(seat, crew);

@@ -13,6 +13,8 @@ namespace entwine::team {
 
 // Keeps this library's communicators apart from those that XLA's own collectives run on.
 constexpr int64_t kCommunicationId = 0x656e;
+// And of strategy "signal", whose collectives run on a stream of their own: a communicator must not be on two at once.
+constexpr int64_t kSignalCommunicationId = 0x656f;
 
 using CliqueContext = xla::ffi::internal::CommunicatorContextBase<xla::ffi::internal::ErrorPolicy>;
 
@@ -29,13 +31,14 @@ inline Groups make_groups(xla::ffi::Span<const int64_t> ids, int64_t team_size) 
   return groups;
 }
 
-inline xla::ffi::Error request_clique(CliqueContext clique, Groups const& groups) {
-  return clique.RequestCommunicator(xla::ffi::GroupMode::kFlattenedId, groups, kCommunicationId);
+inline xla::ffi::Error request_clique(CliqueContext clique, Groups const& groups, int64_t id = kCommunicationId) {
+  return clique.RequestCommunicator(xla::ffi::GroupMode::kFlattenedId, groups, id);
 }
 
 // The communicator of the executing device's group.
-inline xla::ffi::ErrorOr<XLA_FFI_Communicator*> get_clique(CliqueContext clique, Groups const& groups) {
-  return clique.GetCommunicator(xla::ffi::GroupMode::kFlattenedId, groups, kCommunicationId);
+inline xla::ffi::ErrorOr<XLA_FFI_Communicator*> get_clique(CliqueContext clique, Groups const& groups,
+                                                           int64_t id = kCommunicationId) {
+  return clique.GetCommunicator(xla::ffi::GroupMode::kFlattenedId, groups, id);
 }
 
 }  // namespace entwine::team

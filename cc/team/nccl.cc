@@ -66,6 +66,13 @@ std::optional<Nccl> load(std::string* why) {
     return std::nullopt;
   }
   bind(nccl.peer_pointer, "ncclGetPeerDevicePointer");
+  bind(nccl.reduce_scatter, "ncclReduceScatter");
+  bind(nccl.all_gather, "ncclAllGather");
+  bind(nccl.send, "ncclSend");
+  bind(nccl.recv, "ncclRecv");
+  bind(nccl.group_start, "ncclGroupStart");
+  bind(nccl.group_end, "ncclGroupEnd");
+  bind(nccl.async_error, "ncclCommGetAsyncError");
   return nccl;
 }
 

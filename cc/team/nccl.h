@@ -1,4 +1,4 @@
-// The few NCCL functions that an arena needs, bound at run time to the NCCL that JAX has loaded.
+// The few NCCL functions that an arena or strategy "signal" needs, bound at run time to the NCCL that JAX has loaded.
 //
 // Nothing links NCCL: a second copy in the process would have its own communicators, and the extension must load without any.
 #pragma once
@@ -24,6 +24,19 @@ struct Nccl {
   int (*window_register)(NcclComm, void*, size_t, NcclWindow*, int flags);
   int (*all_reduce)(void const*, void*, size_t, int type, int op, NcclComm, CUstream_st*);
   int (*peer_pointer)(NcclWindow, size_t offset, int peer, void**);  // from 2.29 on, else null
+
+  // What moves groups of tiles; an arena does without.
+  int (*reduce_scatter)(void const*, void*, size_t, int type, int op, NcclComm, CUstream_st*);
+  int (*all_gather)(void const*, void*, size_t, int type, NcclComm, CUstream_st*);
+  int (*send)(void const*, size_t, int type, int peer, NcclComm, CUstream_st*);
+  int (*recv)(void*, size_t, int type, int peer, NcclComm, CUstream_st*);
+  int (*group_start)();
+  int (*group_end)();
+  int (*async_error)(NcclComm, int*);
+  bool moves_groups() const {
+    return reduce_scatter != nullptr && all_gather != nullptr && send != nullptr && recv != nullptr && group_start != nullptr &&
+           group_end != nullptr && async_error != nullptr;
+  }
 };
 
 // 22809 as "2.28.9".

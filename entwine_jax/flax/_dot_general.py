@@ -145,9 +145,10 @@ class DotGeneral:
     ) -> jax.Array:
         """A dot that no collective matmul can be."""
         mesh = _mesh(x, w)
-        if _config.resolve("flax.DotGeneral", self.strategy, self.config).strategy == "fused":
+        named = _config.resolve("flax.DotGeneral", self.strategy, self.config).strategy
+        if named in _config.OURS:
             raise NotImplementedError(
-                f"entwine_jax.flax.DotGeneral: strategy='fused' can't run lhs {x.shape} and rhs {w.shape} with "
+                f"entwine_jax.flax.DotGeneral: strategy={named!r} can't run lhs {x.shape} and rhs {w.shape} with "
                 f"dimension_numbers={dimension_numbers}: {problem}; use strategy='auto', which leaves it to XLA"
             )
         if mesh.manual_axes and (self.axis_name is None or {*_tuple(self.axis_name)} & {*mesh.manual_axes}):

@@ -51,6 +51,11 @@ __device__ __forceinline__ void count_relaxed(uint32_t* word) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
 }
 
+// Counts for whoever waits on another stream, with what this thread has done before.
+__device__ __forceinline__ void count_release_system(uint32_t* word) {
+  asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
+}
+
 // Passes on to the cluster what this thread has acquired, with whatever it writes next.
 __device__ __forceinline__ void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
 

@@ -1,0 +1,330 @@
+// Strategy "signal" on GPUs: the matmul on XLA's stream, NCCL on a second one, group by group.
+//
+// Sums. The matmul counts the finished tiles of each group; the second stream waits for each count and has NCCL sum the group
+// in place. When the matmul is done, XLA's stream takes all groups but the last to y while the last is being summed, then that.
+// Gathered rows. NCCL brings them to their place on the second stream; XLA's stream multiplies the own rows meanwhile, then
+// each group's when the stream beside has it: by events between launches, not by tiles that look at flags, since a matmul that
+// waits while it fills the GPU keeps NCCL's blocks from ever starting.
+//
+// Why it can't deadlock: no kernel of ours waits. NCCL's wait for each other; each rank enqueues them in one order on one
+// stream, and what they follow, a matmul or an event, is enqueued before and ends by itself. So it is the same with one
+// multiprocessor.
+//
+// Not to be recorded into CUDA graphs: a wait for a counter has no place in one (branches of a graph may run one after the
+// other, a waiting one first), so the handlers don't say that they can be.
+//
+// The scratch is a result of the call, so XLA accounts for it, and hands it out again after this call on its own stream, which
+// has joined the other by then.
+#include "ffi/signal_handlers.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ffi/signal_call.h"
+#include "kernel/signal.h"
+#include "team/beside.h"
+#include "team/clique.h"
+#include "team/device_scope.h"
+
+namespace entwine {
+namespace {
+
+namespace ffi = xla::ffi;
+using schedule::Op;
+using Clique = ffi::Extension<team::Collectives>;
+
+constexpr uint32_t kJoin = schedule::kMaxGroups;  // the event; those below are of groups
+
+ffi::Error failed(Op op, std::string const& why, ffi::ErrorCode code = ffi::ErrorCode::kFailedPrecondition) {
+  return ffi::Error(code, std::string("entwine_jax.") + op_name(op) + ": " + why);
+}
+
+// Multiprocessors of the current device; its kernels are loaded at the first call. Negative: a CUDA error.
+int ready_device(int device) {
+  static std::mutex mutex;
+  static std::map<int, int> ready;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = ready.find(device);
+  if (found != ready.end()) return found->second;
+  int multiprocessors = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = sm90::load_signal_kernels();
+  if (error != cudaSuccess) return -static_cast<int>(error);
+  return ready[device] = multiprocessors;
+}
+
+struct Call {
+  sm90::SignalCall kernel;
+  uint32_t ranks;
+  uint32_t clusters, all_clusters;  // of a matmul beside NCCL, and of one alone
+  uint32_t multiprocessors;
+  int type;  // NCCL's
+};
+
+ffi::ErrorOr<Call> decode_call(Op op, SignalAttributes const& attributes, Buffers const& buffers,
+                               Buffers::Optional const& scratch, int multiprocessors) {
+  auto decoded = decode_signal(op, schedule::Target::kSm90, attributes, buffers, scratch);
+  if (!decoded) return ffi::Unexpected<ffi::Error>(decoded.error());
+  Problem const& problem = decoded->problem;
+  if (problem.in != ffi::DataType::BF16 && problem.in != ffi::DataType::F16)
+    return ffi::Unexpected<ffi::Error>(
+        failed(op, "the sm_90 kernels take bfloat16 or float16 x and w: cast, or pass strategy=\"xla\"",
+               ffi::ErrorCode::kUnimplemented));
+  Call call{};
+  sm90::SignalCall& k = call.kernel;
+  k.op = op;
+  k.geometry = schedule::grouped(op, problem.geometry);
+  k.raster = problem.plan.raster;
+  k.operands = problem.in == ffi::DataType::F16 ? Operands::kF16 : Operands::kBf16;
+  k.transposed_w = problem.transpose_w;
+  k.x = buffers.x_data(0);
+  k.w = buffers.w_data(0);
+  k.y = buffers.y_data(0);
+  k.bias = buffers.bias_data(0);
+  k.activation = problem.activation[0];
+  k.scratch = decoded->scratch;
+  k.whole = buffers.gathered ? buffers.gathered_data() : k.tiles();
+  std::string why = sm90::unsupported(k);
+  if (!why.empty()) return ffi::Unexpected<ffi::Error>(failed(op, why, ffi::ErrorCode::kUnimplemented));
+  call.multiprocessors = static_cast<uint32_t>(multiprocessors);
+  k.groups =
+      schedule::make_groups(op, schedule::Target::kSm90, problem.geometry, decoded->plan, call.multiprocessors, 2).groups;
+  call.ranks = problem.geometry.ranks;
+  call.all_clusters = call.multiprocessors / 2;
+  uint32_t left = schedule::smaller(decoded->plan.comm_sms, call.multiprocessors - 2);
+  call.clusters = (call.multiprocessors - left) / 2;
+  call.type = k.operands == Operands::kF16 ? team::Beside::kF16 : team::Beside::kBf16;
+  return call;
+}
+
+ffi::ErrorOr<team::Beside*> find_beside(Op op, team::CliqueContext clique, SignalAttributes const& attributes, int device) {
+  auto communicator =
+      team::get_clique(clique, team::make_groups(attributes.groups, attributes.team_size), team::kSignalCommunicationId);
+  if (!communicator) return ffi::Unexpected<ffi::Error>(communicator.error());
+  std::string why;
+  team::Beside* beside = team::Beside::of(*communicator, device, &why);
+  if (beside == nullptr) return ffi::Unexpected<ffi::Error>(failed(op, why));
+  if (beside->size() != attributes.team_size)
+    return ffi::Unexpected<ffi::Error>(failed(op, "XLA's communicator has " + std::to_string(beside->size()) +
+                                                      " ranks, the mesh axis " + std::to_string(attributes.team_size)));
+  return beside;
+}
+
+// A group of row blocks lies in one piece in each batch that it has rows of.
+struct Piece {
+  uint32_t batch, row, rows;
+};
+std::vector<Piece> pieces_of(sm90::SignalCall const& k, uint32_t group) {
+  schedule::Geometry const& g = k.geometry;
+  std::vector<Piece> pieces;
+  for (uint32_t block = k.groups.begin(group); block < k.groups.ends[group]; ++block) {
+    uint32_t batch = g.batch_of(block), row = g.first_row(block);
+    if (pieces.empty() || pieces.back().batch != batch) pieces.push_back({batch, row, 0});
+    pieces.back().rows += g.rows(block);
+  }
+  return pieces;
+}
+
+// All of a chunk in one piece: then NCCL's own all-gather has everything where it belongs.
+bool gathers_at_once(sm90::SignalCall const& k) { return k.groups.count == 1 && k.geometry.batch == 1; }
+
+// Elements of every collective that the call makes.
+std::vector<size_t> counts_of(Call const& call) {
+  sm90::SignalCall const& k = call.kernel;
+  std::set<size_t> counts;
+  for (uint32_t group = 0; group < k.groups.count; ++group) {
+    if (k.op != Op::kAllGatherMatmul) counts.insert(k.groups.size(group) * k.tile_elements());
+    if (k.op == Op::kAllGatherMatmul)
+      for (Piece const& piece : pieces_of(k, group)) counts.insert(size_t(piece.rows) * k.geometry.k);
+  }
+  return {counts.begin(), counts.end()};
+}
+
+// Enqueues what is given, step by step, up to the first that fails.
+class Steps {
+ public:
+  void operator()(std::string const& why) {
+    if (why_.empty()) why_ = why;
+  }
+  void operator()(cudaError_t error) {
+    if (why_.empty() && error != cudaSuccess) why_ = std::string("launch: ") + cudaGetErrorString(error);
+  }
+  bool well() const { return why_.empty(); }
+  std::string const& why() const { return why_; }
+
+ private:
+  std::string why_;
+};
+
+void sum_groups(Call const& call, team::Beside& beside, cudaStream_t stream, Steps& then) {
+  sm90::SignalCall const& k = call.kernel;
+  uint32_t last = k.groups.count - 1;
+  if (then.well()) then(sm90::launch_sums(k, call.clusters, stream));
+  for (uint32_t group = 0; group <= last && then.well(); ++group) {
+    then(beside.await(k.finished(group), k.parts(group)));
+    size_t count = k.groups.size(group) * k.tile_elements();
+    uint8_t* tiles = k.tiles() + uint64_t(k.geometry.ranks) * k.groups.begin(group) * k.tile_elements() * 2;
+    if (then.well())
+      then(k.op == Op::kMatmulAllReduce ? beside.sum(tiles, count, call.type)
+                                        : beside.sum_and_scatter(tiles, count, call.type));
+    if (group + 1 == last && then.well()) then(beside.mark(0));
+  }
+  if (last > 0 && then.well()) {
+    then(beside.join(stream, 0));
+    if (then.well()) then(sm90::launch_finish(k, 0, last, call.multiprocessors, stream));
+  }
+}
+
+// One NCCL group is of so many pieces at most.
+constexpr size_t kPiecesAtOnce = 64;
+
+void gather_group(Call const& call, team::Beside& beside, uint32_t group, Steps& then) {
+  sm90::SignalCall const& k = call.kernel;
+  schedule::Geometry const& g = k.geometry;
+  auto const* own = static_cast<uint16_t const*>(k.x);
+  auto* whole = static_cast<uint16_t*>(k.whole);
+  if (gathers_at_once(k)) return then(beside.gather(own, whole, size_t(g.m_shard) * g.k, call.type));
+  std::vector<Piece> pieces = pieces_of(k, group);
+  for (size_t first = 0; first < pieces.size() && then.well(); first += kPiecesAtOnce) {
+    then(beside.pieces(true));
+    if (!then.well()) return;
+    for (size_t i = first; i < std::min(first + kPiecesAtOnce, pieces.size()); ++i) {
+      Piece const& piece = pieces[i];
+      for (uint32_t step = 1; step < g.ranks && then.well(); ++step) {
+        uint32_t peer = (k.rank + step) % g.ranks;
+        uint64_t mine = (uint64_t(piece.batch) * g.m_shard + piece.row) * g.k;
+        uint64_t theirs = ((uint64_t(piece.batch) * g.ranks + peer) * g.m_shard + piece.row) * g.k;
+        then(beside.exchange(own + mine, whole + theirs, size_t(piece.rows) * g.k, call.type, static_cast<int>(peer)));
+      }
+    }
+    then(beside.pieces(false));
+  }
+}
+
+void gather_groups(Call const& call, team::Beside& beside, cudaStream_t stream, bool wanted, Steps& then) {
+  sm90::SignalCall const& k = call.kernel;
+  schedule::Geometry const& g = k.geometry;
+  uint32_t count = k.groups.count;
+  for (uint32_t group = 0; group < count && then.well(); ++group) {
+    gather_group(call, beside, group, then);
+    if (then.well()) then(beside.mark(group));
+    if (group == 0 && then.well()) then(sm90::launch_own_rows(k, call.clusters, stream));
+  }
+  if (wanted && !gathers_at_once(k) && then.well()) {
+    size_t bytes = size_t(g.m_shard) * g.k * 2;
+    auto* to = static_cast<uint8_t*>(k.whole) + k.rank * bytes;
+    then(beside.copy(to, bytes * g.ranks, k.x, bytes, bytes, g.batch));
+  }
+  for (uint32_t group = 0; group < count && then.well(); ++group) {
+    then(beside.join(stream, group));
+    if (then.well()) then(sm90::launch_group_rows(k, group, group + 1 < count ? call.clusters : call.all_clusters, stream));
+  }
+}
+
+template <Op op>
+ffi::Error prepare(team::CliqueContext clique, ffi::RemainingArgs, ffi::RemainingRets, SignalAttributes attributes) {
+  return team::request_clique(clique, team::make_groups(attributes.groups, attributes.team_size), team::kSignalCommunicationId);
+}
+
+Buffers::Optional second_result(ffi::RemainingRets results, size_t index) {
+  auto scratch = results.get<ffi::AnyBuffer>(index);
+  return scratch ? Buffers::Optional(**scratch) : std::nullopt;
+}
+
+template <Op op>
+ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                      SignalAttributes attributes) {
+  auto x = arguments.get<ffi::AnyBuffer>(0), w = arguments.get<ffi::AnyBuffer>(1);
+  auto y = results.get<ffi::AnyBuffer>(0);
+  if (!x || !w || !y) return failed(op, "XLA gave Initialize no buffers", ffi::ErrorCode::kInternal);
+  team::DeviceScope scope(device);
+  int multiprocessors = ready_device(device);
+  if (multiprocessors < 0)
+    return failed(op, cudaGetErrorString(static_cast<cudaError_t>(-multiprocessors)), ffi::ErrorCode::kInternal);
+  Buffers buffers = all_buffers(op, *x, *w, **y, attributes, arguments, results, 2, 2);
+  auto call = decode_call(op, attributes, buffers, second_result(results, 1), multiprocessors);
+  if (!call) return call.error();
+  auto beside = find_beside(op, clique, attributes, device);
+  if (!beside) return beside.error();
+  std::string why = (*beside)->warm_up(op, counts_of(*call), call->type);
+  return why.empty() ? ffi::Error::Success() : failed(op, why, ffi::ErrorCode::kInternal);
+}
+
+template <Op op>
+ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets also,
+                   SignalAttributes attributes) {
+  team::DeviceScope scope(device);
+  Buffers buffers = all_buffers(op, x, w, *y, attributes, more, also, 0, 1);
+  auto call = decode_call(op, attributes, buffers, second_result(also, 0), ready_device(device));
+  if (!call) return call.error();
+  auto found = find_beside(op, clique, attributes, device);
+  if (!found) return found.error();
+  team::Beside& beside = **found;
+  sm90::SignalCall& k = call->kernel;
+  k.rank = static_cast<uint32_t>(beside.rank());
+
+  Steps then;
+  auto lock = beside.alone();
+  then(cudaMemsetAsync(k.scratch, 0, schedule::kScratchHead, stream));
+  if (then.well()) then(beside.follow(stream));
+  if (op == Op::kAllGatherMatmul)
+    gather_groups(*call, beside, stream, buffers.gathered.has_value(), then);
+  else
+    sum_groups(*call, beside, stream, then);
+  // Also after a failure: nothing of this call runs on when XLA goes on.
+  std::string why = beside.mark(kJoin);
+  if (why.empty()) why = beside.join(stream, kJoin);
+  then(why);
+  if (op != Op::kAllGatherMatmul && then.well())
+    then(sm90::launch_finish(k, k.groups.count - 1, k.groups.count, call->multiprocessors, stream));
+  return then.well() ? ffi::Error::Success() : failed(op, then.why(), ffi::ErrorCode::kInternal);
+}
+
+template <Op op>
+nanobind::dict stages() {
+  static auto prepare_handler =
+      ffi::Ffi::BindPrepare().Ctx<Clique>().RemainingArgs().RemainingRets().Attrs<SignalAttributes>().To(prepare<op>);
+  static auto initialize_handler = ffi::Ffi::BindInitialize()
+                                       .Ctx<Clique>()
+                                       .Ctx<ffi::DeviceOrdinal>()
+                                       .RemainingArgs()
+                                       .RemainingRets()
+                                       .Attrs<SignalAttributes>()
+                                       .To(initialize<op>);
+  static auto execute_handler = ffi::Ffi::Bind()
+                                    .Ctx<Clique>()
+                                    .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                    .Ctx<ffi::DeviceOrdinal>()
+                                    .Arg<ffi::AnyBuffer>()
+                                    .Arg<ffi::AnyBuffer>()
+                                    .RemainingArgs()
+                                    .Ret<ffi::AnyBuffer>()
+                                    .RemainingRets()
+                                    .Attrs<SignalAttributes>()
+                                    .To(execute<op>);
+  auto capsule = [](XLA_FFI_Handler* handler) { return nanobind::capsule(reinterpret_cast<void*>(handler)); };
+  nanobind::dict stages;
+  stages["prepare"] = capsule(+[](XLA_FFI_CallFrame* frame) { return prepare_handler->Call(frame); });
+  stages["initialize"] = capsule(+[](XLA_FFI_CallFrame* frame) { return initialize_handler->Call(frame); });
+  stages["execute"] = capsule(+[](XLA_FFI_CallFrame* frame) { return execute_handler->Call(frame); });
+  return stages;
+}
+
+}  // namespace
+
+nanobind::dict signal_registrations() {
+  nanobind::dict targets;
+  targets["entwine_signal_all_gather_matmul"] = stages<Op::kAllGatherMatmul>();
+  targets["entwine_signal_matmul_reduce_scatter"] = stages<Op::kMatmulReduceScatter>();
+  targets["entwine_signal_matmul_all_reduce"] = stages<Op::kMatmulAllReduce>();
+  return targets;
+}
+
+}  // namespace entwine

@@ -1,0 +1,66 @@
+// Host interface of the sm_90a kernels of strategy "signal": a matmul that knows nothing of peers, and what brings summed tiles
+// to y. Who calls them moves groups of tiles, or of rows, by NCCL meanwhile: ffi/signal_handlers.cc.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "kernel/operands.h"
+#include "schedule/activation.h"
+#include "schedule/group_search.h"
+
+namespace entwine::sm90 {
+
+struct SignalCall {
+  schedule::Op op;
+  schedule::Geometry geometry;  // as schedule::grouped() has it
+  uint32_t raster;
+  Operands operands;  // of 16 bits; y is of the same
+  bool transposed_w;
+  void const *x, *w;
+  void* y;
+  float const* bias;  // one number for each column; null: none
+  schedule::Activation activation;
+  schedule::Groups groups;
+  uint8_t* scratch;  // schedule/tile_groups.h
+  void* whole;       // all-gather: all of x
+  uint32_t rank;
+
+  uint32_t owner() const { return op == schedule::Op::kMatmulReduceScatter ? rank : 0; }  // sums: of the tiles that become y
+  uint8_t* tiles() const { return scratch + schedule::kScratchHead; }
+  uint32_t* counters() const { return reinterpret_cast<uint32_t*>(scratch); }
+  uint32_t* finished(uint32_t group) const { return counters() + schedule::kFinishedWord + group; }
+  // What finished() has when a group is whole.
+  uint32_t parts(uint32_t group) const { return groups.size(group) * geometry.ranks * schedule::kSm90Parts; }
+  uint64_t tile_elements() const { return uint64_t(geometry.tile_m) * geometry.tile_n; }
+};
+
+// "" or why the kernels can't take this call.
+std::string unsupported(SignalCall const& call);
+
+// Loads the kernels on the current device: once a device.
+cudaError_t load_signal_kernels();
+
+// Each enqueues one kernel; the counters must have been zeroed. Clusters of two multiprocessors, at most so many.
+// Sums: all tiles to scratch.
+cudaError_t launch_sums(SignalCall const& call, uint32_t clusters, cudaStream_t stream);
+// Sums: y of the cells of groups `first` to `end`, which have been summed.
+cudaError_t launch_finish(SignalCall const& call, uint32_t first, uint32_t end, uint32_t multiprocessors, cudaStream_t stream);
+// All-gather: y of the own rows; of the peers' rows of a group, which are in `whole`.
+cudaError_t launch_own_rows(SignalCall const& call, uint32_t clusters, cudaStream_t stream);
+cudaError_t launch_group_rows(SignalCall const& call, uint32_t group, uint32_t clusters, cudaStream_t stream);
+
+// Of the .cu file.
+struct SignalVariant {
+  uint32_t tile_n;
+  Operands operands;
+  bool transposed_w;
+};
+using SignalKernel = void (*)(struct SignalParams);
+SignalKernel signal_kernel(SignalVariant const& variant, int* shared_bytes);
+using FinishKernel = void (*)(struct FinishParams);
+FinishKernel finish_kernel(Operands operands);
+
+}  // namespace entwine::sm90

@@ -1,0 +1,38 @@
+// What the launches of strategy "signal" hand their kernels.
+#pragma once
+
+#include "kernel/sm90/params.h"
+#include "schedule/tile_groups.h"
+
+namespace entwine::sm90 {
+
+// The loader and the consumers are those of all-gather, with `tiles`. There a tile of chunk `tiles.rank` reads x[0], which has
+// that chunk alone, others gathered[0], which has all chunks. No chunk has this number, so that all read gathered[0]:
+constexpr uint32_t kNoRank = ~0u;
+
+struct SignalParams {
+  Params tiles;  // without an arena
+  schedule::Groups groups;
+  uint8_t* scratch;    // sums: of tiles; null: tiles go to y, rows in RowsOrder
+  uint32_t* claims;    // of this launch
+  uint32_t* finished;  // sums: parts of tiles, by group
+  uint32_t count;      // tiles of the launch
+  uint32_t owners, first_owner, first_row;
+  uint32_t clusters;  // launched
+};
+
+constexpr uint32_t kFinishThreads = 256;
+
+struct FinishParams {
+  schedule::Groups groups;
+  schedule::Raster raster;
+  uint8_t const* scratch;
+  void* y;
+  uint32_t first, end;  // cells
+  uint32_t owners, owner;
+  uint32_t tile_m, tile_n;
+  uint32_t row_blocks, m_shard, n;
+  Epilogue epilogue;
+};
+
+}  // namespace entwine::sm90

@@ -1,0 +1,165 @@
+#include "team/beside.h"
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "team/device_scope.h"
+
+namespace entwine::team {
+namespace {
+
+// NCCL's numbers.
+constexpr int kSum = 0, kMin = 3, kInt32 = 2, kInProgress = 7;
+// To warm up with, of each rank: NCCL does as much more in the same way.
+constexpr size_t kWarmElements = size_t{1} << 22, kElementBytes = 2;
+
+std::string cuda(char const* what, cudaError_t error) {
+  return error == cudaSuccess ? "" : std::string(what) + ": " + cudaGetErrorString(error);
+}
+
+using WaitValue = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+
+// Through the runtime, as nothing links the driver's library.
+WaitValue wait_value() {
+  static WaitValue const function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<WaitValue>(found) : nullptr;
+  }();
+  return function;
+}
+
+}  // namespace
+
+Beside* Beside::of(NcclComm communicator, int device, std::string* why) {
+  static std::mutex mutex;
+  static auto* all = new std::map<NcclComm, std::unique_ptr<Beside>>;  // never destroyed: XLA may outlive statics
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = all->find(communicator);
+  if (found != all->end()) return found->second.get();
+  Nccl const* nccl = bind_nccl(why);
+  if (nccl == nullptr) return nullptr;
+  std::unique_ptr<Beside> made(new Beside(nccl, communicator, device));
+  *why = made->start();
+  if (!why->empty()) return nullptr;
+  return (*all)[communicator] = std::move(made), (*all)[communicator].get();
+}
+
+std::string Beside::start() {
+  if (!nccl_->moves_groups()) return "NCCL " + dotted(nccl_->version) + " at " + nccl_->path + " lacks a collective";
+  if (wait_value() == nullptr) return "the driver has no cuStreamWaitValue32: update it, or pass strategy=\"xla\"";
+  int count = nccl_->comm_count(communicator_, &size_), user = nccl_->comm_user_rank(communicator_, &rank_);
+  if (count != 0 || user != 0)
+    return std::string("XLA's communicator can't be read: ") + nccl_->error_string(count != 0 ? count : user);
+  DeviceScope scope(device_);
+  int least = 0, greatest = 0;
+  std::string why = cuda("stream priorities", cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  // NCCL's blocks go before the matmul's, where there is a choice.
+  if (why.empty()) why = cuda("a stream", cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+  if (why.empty()) why = cuda("an event", cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming));
+  for (cudaEvent_t& event : events_)
+    if (why.empty()) why = cuda("an event", cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  if (why.empty()) why = cuda("memory", cudaMalloc(reinterpret_cast<void**>(&vote_), sizeof(int)));
+  return why;
+}
+
+// A communicator that doesn't block (XLA's do) may still be at it.
+std::string Beside::done(char const* what, int nccl) const {
+  auto until = std::chrono::steady_clock::now() + std::chrono::minutes(5);
+  while (nccl == kInProgress && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::microseconds(5));
+    if (nccl_->async_error(communicator_, &nccl) != 0) break;
+  }
+  return nccl == 0 ? "" : std::string(what) + ": " + nccl_->error_string(nccl);
+}
+
+bool Beside::all_ok(bool ok) {
+  int vote = ok ? 1 : 0;
+  cudaError_t error = cudaMemcpyAsync(vote_, &vote, sizeof vote, cudaMemcpyHostToDevice, stream_);
+  std::string why = done("ncclAllReduce", nccl_->all_reduce(vote_, vote_, 1, kInt32, kMin, communicator_, stream_));
+  if (error == cudaSuccess) error = cudaMemcpyAsync(&vote, vote_, sizeof vote, cudaMemcpyDeviceToHost, stream_);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
+  return why.empty() && error == cudaSuccess && vote == 1;
+}
+
+std::string Beside::warm_up(schedule::Op op, std::vector<size_t> const& counts, int type) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::set<size_t> missing;
+  for (size_t each : counts)
+    if (size_t count = std::min(each, kWarmElements); warm_.insert({op, count}).second) missing.insert(count);
+  if (missing.empty()) return "";
+  uint8_t* memory = nullptr;
+  size_t bytes = *missing.rbegin() * kElementBytes * static_cast<size_t>(size_);
+  bool room = cudaMalloc(reinterpret_cast<void**>(&memory), bytes) == cudaSuccess;
+  if (!room) cudaGetLastError();
+  std::string why;
+  if (all_ok(room))  // else none warms up: slower and later, no more
+    for (size_t count : missing)
+      if (why.empty()) why = try_out(op, memory, count, type);
+  if (why.empty()) why = cuda("NCCL's first collectives", cudaStreamSynchronize(stream_));
+  cudaFree(memory);
+  return why;
+}
+
+std::string Beside::try_out(schedule::Op op, uint8_t* memory, size_t count, int type) {
+  if (op == schedule::Op::kMatmulAllReduce) return sum(memory, count, type);
+  if (op == schedule::Op::kMatmulReduceScatter) return sum_and_scatter(memory, count, type);
+  auto chunk = [&](int rank) { return memory + static_cast<size_t>(rank) * count * kElementBytes; };
+  std::string why = gather(chunk(rank_), memory, count, type);
+  if (why.empty()) why = pieces(true);
+  if (!why.empty()) return why;
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && why.empty()) why = exchange(chunk(rank_), chunk(peer), count, type, peer);
+  std::string end = pieces(false);
+  return why.empty() ? end : why;
+}
+
+std::string Beside::follow(cudaStream_t main) {
+  std::string why = cuda("event", cudaEventRecord(forked_, main));
+  return why.empty() ? cuda("event", cudaStreamWaitEvent(stream_, forked_, 0)) : why;
+}
+
+std::string Beside::mark(uint32_t event) { return cuda("event", cudaEventRecord(events_[event], stream_)); }
+
+std::string Beside::join(cudaStream_t main, uint32_t event) {
+  return cuda("event", cudaStreamWaitEvent(main, events_[event], 0));
+}
+
+std::string Beside::await(uint32_t const* counter, uint32_t value) {
+  CUresult result = wait_value()(stream_, reinterpret_cast<CUdeviceptr>(counter), value, CU_STREAM_WAIT_VALUE_GEQ);
+  return result == CUDA_SUCCESS ? "" : "cuStreamWaitValue32: CUDA error " + std::to_string(static_cast<int>(result));
+}
+
+std::string Beside::sum(void* tiles, size_t count, int type) {
+  return done("ncclAllReduce", nccl_->all_reduce(tiles, tiles, count, type, kSum, communicator_, stream_));
+}
+
+std::string Beside::sum_and_scatter(void* tiles, size_t count, int type) {
+  void* mine = static_cast<uint8_t*>(tiles) + static_cast<size_t>(rank_) * count * kElementBytes;
+  return done("ncclReduceScatter", nccl_->reduce_scatter(tiles, mine, count, type, kSum, communicator_, stream_));
+}
+
+std::string Beside::gather(void const* own, void* whole, size_t count, int type) {
+  return done("ncclAllGather", nccl_->all_gather(own, whole, count, type, communicator_, stream_));
+}
+
+std::string Beside::pieces(bool begin) {
+  return begin ? done("ncclGroupStart", nccl_->group_start()) : done("ncclGroupEnd", nccl_->group_end());
+}
+
+std::string Beside::exchange(void const* own, void* theirs, size_t count, int type, int peer) {
+  std::string why = done("ncclSend", nccl_->send(own, count, type, peer, communicator_, stream_));
+  return why.empty() ? done("ncclRecv", nccl_->recv(theirs, count, type, peer, communicator_, stream_)) : why;
+}
+
+std::string Beside::copy(void* to, size_t to_pitch, void const* from, size_t from_pitch, size_t bytes, size_t rows) {
+  return cuda("own rows", cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, bytes, rows, cudaMemcpyDeviceToDevice, stream_));
+}
+
+}  // namespace entwine::team
