@@ -12,6 +12,7 @@ import jax
 
 from . import _candidates, _explain, _strategy, _tuned
 from ._agreed import agreed
+from ._config import OURS
 from ._measure import Bench, Product
 from ._progress import Progress
 from ._race import Sampler, Samples, race
@@ -34,10 +35,10 @@ def autotune(
     """Measures the collective matmuls that ``fn(*args)`` would run, and keeps the fastest strategy and plan of each.
 
     ``fn`` is traced (and, under automatic sharding, compiled), not run. Each collective matmul that it holds, its
-    gradients' too if ``fn`` takes any, is measured on its own, with random operands, on all devices at hand: on XLA and
-    fused, by the cost model's plan and some around it (tiles, few rows or not, transport of partial sums, lead, raster,
-    pushers). What wins is kept in this process and in a file, and every later trace looks there before it asks the cost
-    model, in other processes too; `explain` says so::
+    gradients' too if ``fn`` takes any, is measured on its own, with random operands, on all devices at hand: on XLA,
+    fused and as ``"signal"``, by the cost model's plan and some around it (tiles, few rows or not, transport of partial
+    sums, lead, raster, pushers, multiprocessors for NCCL, groups). What wins is kept in this process and in a file, and
+    every later trace looks there before it asks the cost model, in other processes too; `explain` says so::
 
         step = jax.value_and_grad(loss)
         print(entwine_jax.autotune(step, params, batch))
@@ -45,7 +46,7 @@ def autotune(
 
     Differences within the noise count for nothing: then it stays with the cost model's choice. A bias or an activation
     changes nothing either. Calls with ``strategy="xla"``, and those whose ``config`` sets a number of the plan, have
-    nothing to choose. ``strategy="fused"`` takes the best fused plan.
+    nothing to choose. ``strategy="fused"`` and ``"signal"`` take their best plan.
 
     Functions that JAX has compiled already keep the plans that they were traced with: tune first, or call
     ``jax.clear_caches()``. In a program of several processes all call it, with the same arguments; process 0's clock
@@ -130,7 +131,8 @@ class _Found:
 
     def row(self, status: str, **found: Any) -> Tuned:
         request = self.product.request
-        plan = found.pop("plan", None)
+        plan, signal = found.get("plan"), found.get("signal_plan")
+        shown = signal if plan is None or found.get("strategy") == "signal" else plan
         return Tuned(
             op=request.op,
             key=self.key,
@@ -138,8 +140,7 @@ class _Found:
             team_size=request.team.size,
             platform=request.team.platform,
             status=status,
-            plan=plan,
-            shown="" if plan is None else _candidates.show(request.op, plan, request.gathers),
+            shown="" if shown is None else _candidates.show(request.op, shown, request.gathers),
             **found,
         )
 
@@ -177,21 +178,30 @@ def _known(found: _Found, again: bool) -> Tuned | None:
         kind = _tuned.device_kind(product.request.team.platform)
         assert kind is not None
         _tuned.remember(kind, {found.key: entry})
-    plan = None if entry["plan"] is None else Plan(**entry["plan"])
-    return found.row(
-        f"known already ({entry['source']})",
-        strategy=entry["strategy"],
-        plan=plan,
-        fused_ms=entry["fused_ms"],
-        xla_ms=entry["xla_ms"],
-    )
+    plans = {name: None if entry[name] is None else Plan(**entry[name]) for name in ("plan", "signal_plan")}
+    about = {name: entry[name] for name in ("strategy", "fused_ms", "signal_ms", "xla_ms")}
+    return found.row(f"known already ({entry['source']})", **about, **plans)
+
+
+def _signals(found: _Found) -> list[Plan]:
+    """Plans of strategy "signal" that may be tried."""
+    request, x, w = found.product.request, cast(Any, found.product.x), cast(Any, found.product.w)
+    if request.settings.strategy == "fused" or found.product.z is not None:
+        return []
+    problem = _strategy.signal_obstacle(request, x, w)
+    return _candidates.signals(None if problem is not None else _strategy.signal_plan(request, x, w))
+
+
+def _forms(found: _Found, base: Plan) -> list[Plan]:
+    shape = _strategy.sizes(found.product.request, found.product.x.shape, found.product.w.shape)
+    fused = _candidates.forms(found.product.request, shape, base) if base.strategy == "fused" else []
+    return [*fused, *(plan for plan in _signals(found) if plan != base)]
 
 
 def _planned(found: _Found) -> Tuned:
     request, base = found.product.request, found.choice.plan
     assert base is not None
-    shape = _strategy.sizes(request, found.product.x.shape, found.product.w.shape)
-    plans = [base, *_candidates.forms(request, shape, base), *_candidates.numbers(request, base)]
+    plans = [base, *_forms(found, base), *_candidates.numbers(request, base)]
     names = (XLA, *(_candidates.show(request.op, plan, request.gathers) for plan in plans))
     return found.row("would be measured", tried=dict.fromkeys(names))
 
@@ -205,7 +215,6 @@ def _measured(found: _Found, clock: Callable[[], float], until: float, tell: Cal
     except (ValueError, jax.errors.JaxRuntimeError) as error:  # too few devices, no memory
         return found.row(str(error).partition("\n")[0])
     model = _strategy.choose(_by_model(found), product.x, product.w)
-    shape = _strategy.sizes(request, product.x.shape, product.w.shape)
     entrants: dict[str, tuple[Plan | None, Sampler]] = {}
     failed: dict[str, str] = {}
     share = until - start
@@ -230,13 +239,14 @@ def _measured(found: _Found, clock: Callable[[], float], until: float, tell: Cal
 
     enter(None, True, 0)
     enter(base, True, 0)
-    for plan in _candidates.forms(request, shape, base):
+    for plan in _forms(found, base):
         enter(plan, False, 0.4)
     first = _race(entrants, clock, start + 0.55 * share, found.key)
     # The best of these, and its numbers one by one; the cost model's plan and XLA if they are still in it.
     best = _best(entrants, first)
     if best is not None and not (XLA in entrants and first.median(XLA) < _HOPELESS * first.median(best)):
-        keep = [name for name in entrants if name == best or not first.slower(name, best)]
+        others = (_best(entrants, first, strategy) for strategy in OURS)
+        keep = [name for name in entrants if name in (best, *others) or not first.slower(name, best)]
         seen, fastest = set(entrants), entrants[best][0]
         assert fastest is not None
         for other in _candidates.numbers(request, fastest):
@@ -262,9 +272,11 @@ def _race(
     return race({name: sampler for name, (_, sampler) in entrants.items()}, clock, until, seed)
 
 
-def _best(entrants: dict[str, tuple[Plan | None, Sampler]], samples: Samples) -> str | None:
-    """Of the fused ones, which are in order of their distance from the cost model's plan."""
-    names = [name for name, (plan, _) in entrants.items() if plan is not None]
+def _best(
+    entrants: dict[str, tuple[Plan | None, Sampler]], samples: Samples, strategy: str | None = None
+) -> str | None:
+    """Of our strategies' plans, or one's, which are in order of their distance from the cost model's."""
+    names = [name for name, (plan, _) in entrants.items() if plan is not None and strategy in (None, plan.strategy)]
     return samples.choose(names) if names else None
 
 
@@ -281,13 +293,14 @@ def _row(
     if XLA not in medians:
         return found.row(f"XLA failed: {failed[XLA]}", tried=medians | dict.fromkeys(failed))
     strategy = XLA
-    if best is not None:
+    winner = None if best is None else entrants[best][0]
+    if winner is not None and best is not None:
         # XLA is in the second race, or was slower in the first than what is best since.
         if XLA in second.seconds:
             order = [XLA, best] if model.strategy == XLA else [best, XLA]
-            strategy = "xla" if second.choose(order) == XLA else "fused"
+            strategy = "xla" if second.choose(order) == XLA else winner.strategy
         else:
-            strategy = "fused"
+            strategy = winner.strategy
     base = found.choice.plan
     assert base is not None
     name = _candidates.show(found.product.request.op, base, found.product.request.gathers)
@@ -295,13 +308,30 @@ def _row(
     return found.row(
         "measured",
         strategy=strategy,
-        plan=None if best is None else entrants[best][0],
-        fused_ms=None if best is None else medians[best],
+        **_ours("fused", "plan", entrants, first, second, best, medians),
+        **_ours("signal", "signal_plan", entrants, first, second, best, medians),
         xla_ms=medians[XLA],
         model_ms=by_model,
         tried=medians | dict.fromkeys(failed),
         rounds=max(len(each) for each in second.seconds.values()),
     )
+
+
+def _ours(
+    strategy: str,
+    name: str,
+    entrants: dict[str, tuple[Plan | None, Sampler]],
+    first: Samples,
+    second: Samples,
+    best: str | None,
+    medians: dict[str, float],
+) -> dict[str, Any]:
+    """A strategy's best plan and its time, as `Tuned` has them."""
+    if best is None or (winner := entrants[best][0]) is None:
+        return {}
+    in_first = {each: entrants[each] for each in first.seconds}
+    mine = best if winner.strategy == strategy else _best(in_first, first, strategy)
+    return {} if mine is None else {name: entrants[mine][0], f"{strategy}_ms": medians[mine]}
 
 
 def _entry(row: Tuned) -> dict[str, Any]:
@@ -314,8 +344,14 @@ def _entry(row: Tuned) -> dict[str, Any]:
         "cost_model_ms": row.model_ms,
         **{name: version for name, version in versions.items() if version},
     }
-    plan = None if row.plan is None else dataclasses.asdict(row.plan)
-    return {"strategy": row.strategy, "fused_ms": row.fused_ms, "xla_ms": row.xla_ms, "plan": plan, "measured": about}
+    entry = {"strategy": row.strategy, "fused_ms": row.fused_ms, "xla_ms": row.xla_ms, "plan": _plain(row.plan)}
+    if row.signal_plan is not None:
+        entry |= {"signal_ms": row.signal_ms, "signal_plan": _plain(row.signal_plan)}
+    return entry | {"measured": about}
+
+
+def _plain(plan: Plan | None) -> dict[str, Any] | None:
+    return None if plan is None else dataclasses.asdict(plan)
 
 
 def _version(package: str) -> str | None:

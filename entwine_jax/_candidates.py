@@ -38,10 +38,23 @@ def _forms(request: Request, shape: Sizes, base: Plan) -> Iterator[Plan]:
         yield dataclasses.replace(tiled, transport=other, lead=max(lead, request.team.size - 1))
 
 
+def signals(base: Plan | None) -> list[Plan]:
+    """Plans of strategy "signal": the model's, and with other shares of the GPU for NCCL."""
+    if base is None:
+        return []
+    shares = (8, 16, 24, 32) if base.target == "sm90" else ()
+    return [base, *(dataclasses.replace(base, comm_sms=sms) for sms in shares if sms != base.comm_sms)]
+
+
 def numbers(request: Request, base: Plan) -> list[Plan]:
     """Of a plan's tiles, one number changed at a time."""
     if base.few_rows:
         return []
+    if base.strategy == "signal":
+        waves = [dataclasses.replace(base, group_waves=waves) for waves in (1, 2, 4)]
+        tiles = _core.SIGNAL_TILES if base.target == "sm90" else ()
+        others = [dataclasses.replace(base, tile_m=m, tile_n=n) for m, n in tiles]
+        return [plan for plan in (*waves, *others) if plan != base]
     values: dict[str, tuple[int, ...]] = {"raster": (max(1, base.raster // 2), base.raster * 2)}
     if request.op == "all_gather_matmul":
         values["pushers"] = (1, 2) if base.target == "host" else (12, 18, 25, 33, 44)
@@ -62,6 +75,9 @@ def show(op: str, plan: Plan, gathers: bool) -> str:
     """A plan in a few words; different plans of one call differ in them."""
     if plan.few_rows:
         return "few rows"
+    if plan.strategy == "signal":
+        waves = f" groups of {plan.group_waves} waves" if plan.group_waves else ""
+        return f"signal {plan.tile_m}x{plan.tile_n} raster {plan.raster} {plan.comm_sms} SMs for NCCL{waves}"
     rest = f"pushers {plan.pushers}" if op == "all_gather_matmul" else f"lead {plan.lead} {plan.transport}"
     if op != "all_gather_matmul" and plan.transport == "push" and plan.target == "sm90":
         rest += f" {plan.pushers} at once"

@@ -160,8 +160,8 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
         team, plan = request.team, choice.plan
         if plan is None or plan.target != target:
             raise NotImplementedError(
-                f"entwine_jax.{request.op}: strategy={choice.strategy!r} was traced for {team.platform} devices and can't be "
-                "lowered for another platform; trace it on that platform, or use strategy='xla'"
+                f"entwine_jax.{request.op}: strategy={choice.strategy!r} was traced for {team.platform} devices and "
+                "can't be lowered for another platform; trace it on that platform, or use strategy='xla'"
             )
         results = _results(*map(jax.typeof, flat), request=request, choice=choice)
         if request.scaled and not request.transpose_w:

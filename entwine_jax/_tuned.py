@@ -53,7 +53,8 @@ class Entry:
 
     def __str__(self) -> str:
         fused = "nothing fused" if self.fused_ms is None else f"{self.fused_ms:.3g} ms fused"
-        fused += "" if self.signal_ms is None else f", {self.signal_ms:.3g} ms as signal"
+        if self.strategy == "signal":
+            fused += f", {self.signal_ms:.3g} ms as signal"
         return f"tuned: {fused}, {self.xla_ms:.3g} ms on XLA ({self.source})"
 
 
@@ -81,8 +82,8 @@ def find(kind: str, key: str, files: bool) -> Entry | None:
     for source in ("this process", user if files else None, _SHIPPED / f"{_slug(kind)}.json"):
         table = _of_process(kind) if isinstance(source, str) else {} if source is None else _read(source, kind)
         if (found := table.get(key)) is not None:
-            known = {name: found[name] for name in ("strategy", "fused_ms", "xla_ms", "plan")}
-            signal = {name: found.get(name) for name in ("signal_ms", "signal_plan")}
+            known: dict[str, Any] = {name: found[name] for name in ("strategy", "fused_ms", "xla_ms", "plan")}
+            signal: dict[str, Any] = {name: found.get(name) for name in ("signal_ms", "signal_plan")}
             return Entry(**known, **signal, source=str(source))
     return None
 

@@ -19,9 +19,11 @@ class Tuned:
     platform: str
     status: str  # "measured", "would be measured", or why it wasn't
     strategy: str | None = None  # that won; None if nothing is known
-    plan: Plan | None = None  # the best fused one, even if XLA won
-    shown: str = ""  # the plan in a few words
+    plan: Plan | None = None  # the best fused one, even if another strategy won
+    shown: str = ""  # the plan of what won, or this one, in a few words
     fused_ms: float | None = None
+    signal_plan: Plan | None = None  # the same of strategy "signal"
+    signal_ms: float | None = None
     xla_ms: float | None = None
     model_ms: float | None = None  # of the cost model's choice
     tried: dict[str, float | None] = dataclasses.field(default_factory=dict)  # by plan; None of what can't run
@@ -30,7 +32,7 @@ class Tuned:
     @property
     def ms(self) -> float | None:
         """Of what won."""
-        return self.fused_ms if self.strategy == "fused" else self.xla_ms
+        return {"fused": self.fused_ms, "signal": self.signal_ms}.get(self.strategy or "", self.xla_ms)
 
     @property
     def gain(self) -> float | None:
@@ -59,7 +61,18 @@ class Tuning(Sequence[Tuned]):
     def __repr__(self) -> str:
         if not self:
             return "no collective matmul"
-        titles = ("product", "takes", "fused ms", "XLA ms", "cost model's ms", "gain", "tried", "best plan", "status")
+        titles = (
+            "product",
+            "takes",
+            "fused ms",
+            "signal ms",
+            "XLA ms",
+            "cost model's ms",
+            "gain",
+            "tried",
+            "best plan",
+            "status",
+        )
         rows: list[tuple[str, ...]] = [titles, *map(_cells, self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -67,6 +80,6 @@ class Tuning(Sequence[Tuned]):
 
 
 def _cells(row: Tuned) -> tuple[str, ...]:
-    times = ("" if ms is None else f"{ms:.4g}" for ms in (row.fused_ms, row.xla_ms, row.model_ms))
+    times = ("" if ms is None else f"{ms:.4g}" for ms in (row.fused_ms, row.signal_ms, row.xla_ms, row.model_ms))
     gain = "" if row.gain is None else f"{row.gain:.3f}"
     return row.key, row.strategy or "", *times, gain, str(len(row.tried) or ""), row.shown, row.status

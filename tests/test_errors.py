@@ -76,7 +76,14 @@ def test_axis(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_strategy(op, monkeypatch):
-    fails(ValueError, r"strategy='quick' is unknown; use one of \('auto', 'fused', 'xla'\)", x, w, op, strategy="quick")
+    fails(
+        ValueError,
+        r"strategy='quick' is unknown; use one of \('auto', 'fused', 'signal', 'xla'\)",
+        x,
+        w,
+        op,
+        strategy="quick",
+    )
     monkeypatch.setenv("ENTWINE_STRATEGY", "slow")
     fails(ValueError, r"ENTWINE_STRATEGY='slow' is unknown", x, w, op, strategy=None)
 

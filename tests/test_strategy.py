@@ -16,6 +16,7 @@ def gpus(monkeypatch):
     """An extension built with CUDA and four GPUs that see each other."""
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
     monkeypatch.setattr(_strategy, "peer_obstacle", lambda: None)
+    monkeypatch.setattr(_strategy, "hopper_obstacle", lambda: None)
     monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
 
 
