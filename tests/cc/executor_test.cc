@@ -89,6 +89,10 @@ class Product {
         for (std::byte& b : z_.back()) b = static_cast<std::byte>(noise());
       }
       if (gathers_) whole_.emplace_back(z.chunk_bytes() * g_.ranks, std::byte{0xff});
+      uint64_t scratch = 0;
+      if (spec.grouped)
+        scratch = schedule::scratch_bytes(spec.op, schedule::grouped(spec.op, g_), element_bytes(spec.in), gathers_);
+      scratch_.emplace_back(scratch, std::byte{0xff});
     }
   }
 
@@ -102,7 +106,8 @@ class Product {
                       gathers_ && !gather() ? z_[rank].data() : nullptr,
                       gathers_ ? whole_[rank].data() : nullptr,
                       bias(i),
-                      is_float8(spec_.in) ? &scale_ : nullptr};
+                      is_float8(spec_.in) ? &scale_ : nullptr,
+                      scratch_[rank].data()};
     for (uint32_t p = 1; p < spec_.products.count; ++p) {
       ++i;
       operands.more[p - 1] = {x_[i].data(), w_[i].data(), y_[i].data(), bias(i)};
@@ -181,9 +186,9 @@ class Product {
   CallSpec spec_;
   Geometry g_;
   bool gathers_ = false;
-  std::vector<std::vector<std::byte>> x_, w_, y_;  // by rank and product
-  std::vector<std::vector<float>> bias_;           // likewise
-  std::vector<std::vector<std::byte>> z_, whole_;  // by rank
+  std::vector<std::vector<std::byte>> x_, w_, y_;            // by rank and product
+  std::vector<std::vector<float>> bias_;                     // likewise
+  std::vector<std::vector<std::byte>> z_, whole_, scratch_;  // by rank
 };
 
 // Collects what the ranks report.
@@ -230,6 +235,17 @@ void become_several(CallSpec& spec, Random& random) {
     if (random.below(2) == 0) each = schedule::Activation::kRelu;
 }
 
+// Strategy "signal": one product of operands of 16 or 32 bits and a result of the same, and nothing is gathered beside.
+void become_grouped(CallSpec& spec, Random& random) {
+  spec.grouped = true;
+  spec.signal = {1, random.below(2) == 0 ? 0 : random.upto(3), false};
+  if (is_float8(spec.in)) spec.in = Element::kBf16;
+  spec.out = spec.in;
+  if (spec.products.count > 1) (spec.gather() ? spec.geometry.n : spec.geometry.k) = spec.products.sizes[0];
+  spec.products = {};
+  if (!spec.gather()) spec.gathering = {};
+}
+
 // A call of random shape and plan, small, with tails.
 CallSpec random_spec(Random& random, uint32_t ranks) {
   static constexpr Element kTypes[][2] = {
@@ -258,6 +274,7 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
     g = schedule::all_reduce_geometry(ranks, rows, g.n, g.k, tile_m, tile_n, random.upto(3));
   }
   if (random.below(2) == 0) become_several(spec, random);
+  if (ranks > 1 && random.below(3) == 0) become_grouped(spec, random);
   return spec;
 }
 
@@ -280,7 +297,8 @@ void run_and_check(Team& team, std::vector<Product>& products, int64_t run, Rand
     Geometry const& g = p.spec().geometry;
     CHECK_THAT(p.exact(), p.spec().name << ", ranks " << g.ranks << ", batch " << g.batch << ", m_shard " << g.m_shard << ", n "
                                         << g.n << ", k " << g.k << ", tile " << g.tile_m << " x " << g.tile_n << ", workers "
-                                        << p.spec().workers << ", products " << p.spec().products.count);
+                                        << p.spec().workers << ", products " << p.spec().products.count
+                                        << (p.spec().grouped ? ", grouped" : ""));
   }
 }
 
@@ -412,13 +430,15 @@ void epochs_wrap_around() {
 }
 
 // Sums are taken in rank order, whatever the timing; and once, for all ranks of an all-reduce.
-void results_are_the_same_to_the_bit(Op op) {
+void results_are_the_same_to_the_bit(Op op, bool grouped = false) {
   Random random(8);
   for (Element type : {Element::kBf16, Element::kF16, Element::kF32}) {
     Team team(4);
     Geometry g{4, 2, 21, 30, 77, 8, 8};
     if (op == Op::kMatmulAllReduce) g = schedule::all_reduce_geometry(4, 81, 30, 77, 8, 8, 1);
     CallSpec spec{schedule::op_name(op), op, g, {8, 8, 2, 5, Transport::kPull, 1}, false, type, type};
+    spec.grouped = grouped;
+    spec.signal.comm_sms = 1;
     std::unique_ptr<Product> first;
     for (int64_t run = 0; run < 12; ++run) {
       spec.workers = 1 + static_cast<uint32_t>(run % 4);
@@ -444,6 +464,10 @@ void results_are_the_same_to_the_bit(Op op) {
   }
 }
 
+void groups_are_the_same_to_the_bit() {
+  results_are_the_same_to_the_bit(Op::kMatmulReduceScatter, true);
+  results_are_the_same_to_the_bit(Op::kMatmulAllReduce, true);
+}
 void reduce_scatter_is_the_same_to_the_bit() { results_are_the_same_to_the_bit(Op::kMatmulReduceScatter); }
 void all_reduce_is_the_same_to_the_bit() { results_are_the_same_to_the_bit(Op::kMatmulAllReduce); }
 
@@ -546,6 +570,7 @@ int main() {
                      {"epochs wrap around", epochs_wrap_around},
                      {"reduce-scatter is the same to the bit", reduce_scatter_is_the_same_to_the_bit},
                      {"all-reduce is the same to the bit, on all ranks", all_reduce_is_the_same_to_the_bit},
+                     {"sums of groups are the same to the bit", groups_are_the_same_to_the_bit},
                      {"teams do not disturb each other", teams_do_not_disturb_each_other},
                      {"a rank that never comes ends in an error", a_rank_that_never_comes_ends_in_an_error},
                      {"failures under load", failures_under_load}});
