@@ -43,6 +43,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import entwine_jax
+
 # Several tiles each way, with tails.
 RAGGED = {op: Case(op, 392, 1032, 520, odd=1 if op == ALL_REDUCE else 0) for op in OPS}
 
@@ -345,6 +347,29 @@ def absent(op: str) -> None:
     raise AssertionError("a call that a rank lacks was no error")
 
 
+def no_peer_access() -> None:
+    """ENTWINE_PEER_ACCESS=0: nothing can be fused; "signal" can run, and auto takes it where it should win."""
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+    for case in (*RAGGED.values(), *(Case(op, 2048, 1032, 1032, (2,)) for op in OPS)):
+        x, w = integers(case, ranks, 1)
+        operands, want = placed(case, mesh, x, w), exact_product(case, ranks, x, w)
+        for config in (None, entwine_jax.Config(comm_sms=120, group_waves=1)):
+            for _ in range(3):
+                y = program(case, mesh, strategy="signal", config=config)(*operands)
+                assert_shards_equal(case, y, want)
+        try:
+            program(case, mesh)(*operands)
+        except NotImplementedError as error:
+            assert "ENTWINE_PEER_ACCESS=0" in str(error)
+        else:
+            raise AssertionError("fused ran without peer access")
+    large = Case(REDUCE_SCATTER, 4096, 8192, 8192)
+    shapes = [jax.ShapeDtypeStruct(shape(ranks), jnp.bfloat16) for shape in (large.x_shape, large.w_shape)]
+    (found,) = entwine_jax.explain(program(large, mesh, strategy="auto"), *shapes)
+    assert found.strategy == "signal" and found.plan is not None and found.plan.far, found
+
+
 SCENARIOS: dict[str, Callable[..., None]] = {
     "absent": absent,
     "arena_full": arena_full,
@@ -353,6 +378,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     "foreign_kernel": foreign_kernel,
     "graphs": graphs,
     "late_peer": late_peer,
+    "no_peer_access": no_peer_access,
     "peer": peer,
     **company.SCENARIOS,
 }

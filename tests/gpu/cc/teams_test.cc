@@ -16,6 +16,7 @@
 
 #include "exact_cases.h"
 #include "several_products.h"
+#include "signal_groups.h"
 #include "tests.h"
 
 namespace teams {
@@ -56,6 +57,7 @@ void test_team(uint32_t ranks, int devices) {
   Watchdog watchdog([&team] { team.describe(); });
   exact(team);
   several_products(team, kScale);
+  signal_groups(team);
   if (setting("TEAMS_SHAPES", 0) != 0 || each_once()) return;  // for compute-sanitizer
   for (uint32_t i = 0; i < std::size(kStresses); ++i) stress(team, kStresses[i], i);
 }
