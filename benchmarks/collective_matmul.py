@@ -2,8 +2,8 @@
 benchmarks/report.py.
 
     python -m benchmarks.collective_matmul --out FILE.json
-        [--suite ten|tp8|small|all_reduce|decode|fp8|epilogues|all]
-        [--peers xla,xla_windowed,pallas,torch] [--strategy fused,auto]
+        [--suite ten|tp8|small|all_reduce|decode|fp8|epilogues|strategies|all]
+        [--peers xla,xla_windowed,pallas,torch] [--strategy fused,signal,auto]
 
 All devices of this process are one team. What is timed, and why it is a fair time:
 
@@ -15,6 +15,7 @@ All devices of this process are one team. What is timed, and why it is a fair ti
   range as the spread; ratios are computed within each round, and the median of those is reported: rounds.py.
 * Interleaved this way, in this process: ours, XLA, XLA's dot alone (`gemm`, cuBLAS where XLA picks that) and the link
   alone (the row's bytes by copy engine, all directions at once: link.py). `bound` is the larger of the last two.
+* Suite strategies has a row for each of our strategies, whatever --strategy says, all from the same rounds.
 * Rows of float8 (suite fp8) have ours in bfloat16 beside them, in the same rounds: `ours_over_bf16`. Their w is stored
   (n, k), so that nobody transposes; XLA's are dots of float8 too.
 * Peers that need a process of their own run afterwards on the same machine, one after the other, and measure the GEMM
@@ -61,7 +62,9 @@ from benchmarks.shapes import (
 )
 
 PEERS = ("xla", *peers.MODULES)
-STRATEGIES = ("fused", "auto")
+STRATEGIES = ("fused", "signal", "auto")
+# All of them take part in the suite of that name.
+SIDE_BY_SIDE = ("fused", "signal")
 
 
 def progress(text: str) -> None:
@@ -281,7 +284,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--strategy",
         type=comma_list(STRATEGIES),
         default=("fused",),
-        help="fused (default), auto, or both: a row for each",
+        help="some of fused (default), signal and auto: a row for each",
     )
     parser.add_argument(
         "--rounds", type=int, default=40, help="samples of each variant and shape; peers take half of it"
@@ -331,7 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = Settings(options.rounds, options.calls, rounds.SAMPLE_SECONDS, options.strategy)
     if options.tiny:
         suites = {
-            suite if suite == "epilogues" else "tiny": TINY_FLOAT8 if suite == "fp8" else TINY for suite in suites
+            suite if suite in ("epilogues", "strategies") else "tiny": TINY_FLOAT8 if suite == "fp8" else TINY
+            for suite in suites
         }
         settings = dataclasses.replace(
             settings, rounds=min(options.rounds, 2), calls=min(options.calls, 2), sample_seconds=0.0
@@ -356,7 +360,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     times = settings.rounds, shape.calls(settings.calls), settings.sample_seconds
                     about.setdefault("epilogues", []).append(epilogues.measure(shape, mesh, *times, progress))
                 else:
-                    about["rows"] += measure(shape, suite, mesh, settings, link_alone)
+                    names = (*SIDE_BY_SIDE, *settings.strategies) if suite == "strategies" else settings.strategies
+                    its = dataclasses.replace(settings, strategies=tuple(dict.fromkeys(names)))
+                    about["rows"] += measure(shape, suite, mesh, its, link_alone)
             except chains.WrongResultError as error:
                 raise SystemExit(str(error)) from error
             write(options.out, about)  # after every row, so that a run cut short leaves what it has
@@ -367,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(options.out, about)
         raise SystemExit("nothing was measured")
     run_peers(options, settings, len(devices), about)
-    for strategy in settings.strategies:
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
         over_xla = [1 / row["ours_over_xla"] for row in rows if row["strategy"] == strategy]
         over_gemm = [row["ours_over_gemm"] for row in rows if row["strategy"] == strategy]
         progress(

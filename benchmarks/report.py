@@ -5,11 +5,12 @@ python -m benchmarks.report FILE.json --update README.md ...      rewrites what 
 python -m benchmarks.report FILE.json --check README.md ...       fails if that isn't what it would write
 python -m benchmarks.report FILE.json --plots docs                writes PNG plots (needs matplotlib: the extra `bench`)
 
-What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_epilogues.json (of that suite),
+What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_epilogues.json and
+FILE_strategies.json (of these suites),
 FILE_mlp.json, FILE_gemm.json, FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
 
 A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->: `benchmark` (the ten
-shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, `epilogues` (that suite), and
+shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, `epilogues`, `strategies` (these suites), and
 `peers`, `mlp`, `gemm` and `transformer` for the other files.
 """
 
@@ -267,8 +268,46 @@ def epilogues(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def side_by_side(results: dict[str, Any]) -> str:
+    """The block `strategies`, of that suite: each shape's strategies from the same rounds."""
+    rows = [row for row in results["rows"] if row["suite"] == "strategies"]
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    ratios = [f"XLA / {name}" for name in names]
+    headings = ["op", "m, n, k of one rank", *names, "XLA", "GEMM alone", "link alone", *ratios]
+    lines = [markdown_row(headings), markdown_row(["---"] * 2 + ["---:"] * (len(headings) - 2))]
+    shapes: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        shapes.setdefault((row["op"], label(row)), {})[row["strategy"]] = row
+    for (op, text), found in shapes.items():
+        first = next(iter(found.values()))
+        best = min(found, key=lambda name: float(found[name]["ours_ms"]))
+        ours = [
+            f"**{milliseconds(row['ours_ms'])}**" if name == best else milliseconds(row["ours_ms"])
+            for name, row in ((name, found[name]) for name in names)
+        ]
+        others = [milliseconds(first[f"{name}_ms"]) for name in ("xla", "gemm", "link")]
+        lines.append(
+            markdown_row([TITLES[op], text, *ours, *others, *(speed(xla_over_ours(found[name])) for name in names)])
+        )
+    for op in dict.fromkeys(op for op, _ in shapes):
+        means = [
+            geometric_mean([xla_over_ours(row) for row in rows if (row["op"], row["strategy"]) == (op, name)])
+            for name in names
+        ]
+        told = ", ".join(f"{name} {mean:.2f}x" for name, mean in zip(names, means, strict=True))
+        lines += ["", f"{TITLES[op]}: XLA's speed in the geometric mean, {told}."]
+    return "\n".join([*lines, "", footnote(results, rows)]) + "\n"
+
+
 # Files beside the main one, and what becomes of them; the main one makes the other blocks.
-BESIDE = {"peers": report, "epilogues": epilogues, "mlp": mlp, "gemm": gemm, "transformer": transformer}
+BESIDE = {
+    "peers": report,
+    "epilogues": epilogues,
+    "strategies": side_by_side,
+    "mlp": mlp,
+    "gemm": gemm,
+    "transformer": transformer,
+}
 
 
 def beside(path: pathlib.Path, kind: str) -> pathlib.Path:
@@ -277,7 +316,11 @@ def beside(path: pathlib.Path, kind: str) -> pathlib.Path:
 
 def blocks(results: dict[str, Any]) -> dict[str, str]:
     found = {"epilogues": epilogues(results)} if results.get("epilogues") else {}
-    if not results["rows"]:
+    rows = [row for row in results["rows"] if row["suite"] != "strategies"]
+    if len(rows) < len(results["rows"]):
+        found |= {"strategies": side_by_side(results)}
+    results = results | {"rows": rows}
+    if not rows:
         return found
     return found | {
         "benchmark": report(results),

@@ -131,6 +131,7 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "decode": {"decode": DECODE},
     "fp8": {"fp8": FLOAT8},
     "epilogues": {"epilogues": EPILOGUES},
+    "strategies": {"strategies": (*TEN, *ALL_REDUCE)},
     "all": {"ten": TEN, "tp8": TP8, "small": SMALL, "all_reduce": ALL_REDUCE, "decode": DECODE},
 }
 

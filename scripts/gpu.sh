@@ -18,7 +18,7 @@
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
 #   PYTEST_ARGS            for example "-k 'ragged or few_rows' -x"
 #   TEST_JOBS              processes that run tests at once (default: 4)
-#   BENCH_ARGS             for bench and peers, for example "--suite epilogues", "--suite all_reduce --strategy fused,auto"
+#   BENCH_ARGS             for bench and peers, for example "--suite epilogues", "--suite all_reduce --strategy fused,auto", "--suite strategies"
 #   TUNE_ARGS              for tune, for example "--suite small --seconds 60"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
 #   SOAK_SECONDS           how long soak launches (default: 300), and SOAK_ARGS, for example "--launches 50000 --seed 1000"
@@ -194,7 +194,7 @@ benchmark() {
     "$python" -m benchmarks.report "$out/$name.json" >"$out/$name.md" || failed=1
     cat "$out/$name.md"
   fi
-  summary+=("$(grep -E '^(fused|auto): faster than XLA' "$out/$name.log" | sed 's/^/       /')")
+  summary+=("$(grep -E '^(fused|signal|auto): faster than XLA' "$out/$name.log" | sed 's/^/       /')")
 }
 
 if wants bench; then

@@ -73,6 +73,26 @@ def results_of(*rows):
 OLD = results_of(OLD_ROW, OLD_ROW | {"m": 2048, "ours_ms": 2.0, "peers": {}})
 
 
+def test_strategies_side_by_side(tmp_path, capsys):
+    """Both strategies of a shape in one line, from one run, and in no other table."""
+    out = tmp_path / "tiny.json"
+    arguments = ["--out", str(out), "--tiny", "--platform", "cpu", "--suite", "strategies"]
+    collective_matmul.main(arguments)
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["suite"], row["strategy"], row["chosen"]) for row in rows] == [
+        ("strategies", name, name) for _ in shapes.TINY for name in ("fused", "signal")
+    ]
+    found = report.blocks(json.loads(out.read_text()))
+    assert found.keys() == {"strategies"} and found["strategies"].count("| 96, 40, 24 |") == 3
+    row = ROW | {"suite": "strategies"}
+    results = results_of(ROW, row, row | {"strategy": "signal", "ours_ms": 0.45, "ours_over_xla": 0.4})
+    table = report.blocks(results)["strategies"]
+    assert "| 0.500 | **0.450** | 1.000 | 0.400 | 0.152 | **2.08** | **2.50** |" in table
+    assert "fused 2.08x, signal 2.50x" in table
+    assert report.blocks(results)["benchmark"] == report.blocks(results_of(ROW))["benchmark"]
+    assert "signal" not in report.blocks(results)["benchmark-losing"]
+
+
 def test_tiny_run(tmp_path, capfd):
     """With every peer: one works on any machine, the others are missing here, which is a note and no error."""
     out = tmp_path / "new" / "tiny.json"

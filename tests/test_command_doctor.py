@@ -34,6 +34,7 @@ def gpus(monkeypatch, count, nccl, peers=None):
     monkeypatch.setattr(_doctor._core, "cuda_built", lambda: True)
     monkeypatch.setattr(_doctor._core, "nccl", lambda: nccl, raising=False)
     monkeypatch.setattr(_strategy, "peer_obstacle", lambda: peers)
+    monkeypatch.setattr(_strategy, "hopper_obstacle", lambda: None)
     monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
 
 
@@ -56,7 +57,10 @@ def test_two_gpus(monkeypatch, capsys):
 def test_what_is_missing(monkeypatch, capsys, count, nccl, peers, words):
     gpus(monkeypatch, count, nccl, peers)
     assert main(["doctor"]) == 1
-    assert words in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert words in told
+    # Strategy "signal" needs no peer access.
+    assert ("strategy 'signal' on GPUs: yes" in told) == (peers is not None)
 
 
 def test_usage():

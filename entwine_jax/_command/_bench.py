@@ -23,7 +23,7 @@ def add_to(commands: Any) -> None:
         "entwine bench --tiny --platform cpu",
     )
     parser.add_argument("--suite", default="ten", help="suites of benchmarks/shapes.py, comma-separated (default ten)")
-    parser.add_argument("--strategy", default="fused", help="fused (default), auto, or both")
+    parser.add_argument("--strategy", default="fused", help="some of fused (default), signal and auto")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="keep the results there")
     parser.add_argument("--platform", help="for example cpu; by default JAX's own choice")
     parser.add_argument(

@@ -15,8 +15,8 @@ _PACKAGES = ("entwine_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-c
 
 
 def examine() -> dict[str, Any]:
-    """All findings, as JSON can hold them; ``obstacles`` lists why the GPU kernels can't run here, and is empty if they
-    can."""
+    """All findings, as JSON can hold them; ``obstacles`` lists why strategy "fused" can't run on GPUs here, and is
+    empty if it can, ``signal_obstacles`` why "signal" can't."""
     devices = [
         {
             "id": device.id,
@@ -36,6 +36,7 @@ def examine() -> dict[str, Any]:
         "host_executor": any(device["platform"] == "cpu" for device in devices),
     }
     found["obstacles"] = _obstacles(found)
+    found["signal_obstacles"] = _signal_obstacles(found)
     return found
 
 
@@ -54,6 +55,15 @@ def _obstacles(found: dict[str, Any]) -> list[str]:
         obstacles += [why] if why else []
         obstacles += [each for each in (_strategy.peer_obstacle(), _strategy.span_obstacle()) if each]
     return obstacles
+
+
+def _signal_obstacles(found: dict[str, Any]) -> list[str]:
+    """Of strategy "signal", which needs no peer access."""
+    if not found["cuda_built"] or not any(device["platform"] in ("gpu", "cuda") for device in found["devices"]):
+        return [*found["obstacles"][:2]]
+    known = (_strategy.peer_obstacle(), _strategy.span_obstacle())
+    hopper = _strategy.hopper_obstacle()
+    return [each for each in found["obstacles"] if each not in known] + ([hopper] if hopper else [])
 
 
 def _version(package: str) -> str | None:
@@ -77,8 +87,11 @@ def _told(found: dict[str, Any]) -> str:
     lines += [f"strategy 'fused' on GPUs: no, {obstacle}" for obstacle in found["obstacles"]]
     if not found["obstacles"]:
         lines.append("strategy 'fused' on GPUs: yes")
+    lines += [f"strategy 'signal' on GPUs: no, {obstacle}" for obstacle in found["signal_obstacles"]]
+    if not found["signal_obstacles"]:
+        lines.append("strategy 'signal' on GPUs: yes")
     if found["host_executor"]:
-        lines.append("strategy 'fused' on CPU devices: yes, the host executor (slow: for tests)")
+        lines.append("strategy 'fused' on CPU devices: yes, the host executor (slow: for tests); 'signal' likewise")
     lines.append("strategy 'xla': always")
     return "\n".join(lines)
 
