@@ -10,8 +10,8 @@ FILE_strategies.json (of these suites),
 FILE_mlp.json, FILE_gemm.json, FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
 
 A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->: `benchmark` (the ten
-shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, `epilogues`, `strategies` (these suites), and
-`peers`, `mlp`, `gemm` and `transformer` for the other files.
+shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, `epilogues` and `strategies`
+(these suites), and `peers`, `mlp`, `gemm` and `transformer` for the other files.
 """
 
 from __future__ import annotations
