@@ -179,7 +179,7 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *more, **attributes)
         x, w = map(jax.typeof, flat[:2])
         size = _strategy.scratch_bytes(request, plan, x, w)
-        scratch = x.update(shape=(size,), dtype=np.dtype(np.uint8), weak_type=False)
+        scratch = x.update(shape=(1, 1, size), dtype=np.dtype(np.uint8), weak_type=False)
         call = jax.ffi.ffi_call(f"entwine_signal_{request.op}", [results[0], scratch, *results[1:]])
         y, _, *gathered = call(*operands, *more, **attributes)
         return [y, *gathered]

@@ -32,8 +32,7 @@ ffi::ErrorOr<SignalProblem> decode_signal(schedule::Op op, schedule::Target targ
                    ") is out of range");
   uint64_t bytes = schedule::scratch_bytes(op, schedule::grouped(op, problem->geometry),
                                            static_cast<uint32_t>(ffi::ByteWidth(problem->in)), buffers.gathered.has_value());
-  if (!scratch || scratch->dimensions().size() != 1 || scratch->element_type() != ffi::DataType::U8 ||
-      static_cast<uint64_t>(scratch->dimensions()[0]) < bytes)
+  if (!scratch || scratch->element_type() != ffi::DataType::U8 || scratch->element_count() < bytes)
     return invalid(op, "the second result must be scratch, ", bytes, " bytes");
   schedule::SignalPlan plan{static_cast<uint32_t>(a.comm_sms), static_cast<uint32_t>(a.group_waves), a.far != 0};
   return SignalProblem{*problem, plan, static_cast<uint8_t*>(scratch->untyped_data())};

@@ -93,8 +93,10 @@ ffi::ErrorOr<Call> decode_call(Op op, SignalAttributes const& attributes, Buffer
   std::string why = sm90::unsupported(k);
   if (!why.empty()) return ffi::Unexpected<ffi::Error>(failed(op, why, ffi::ErrorCode::kUnimplemented));
   call.multiprocessors = static_cast<uint32_t>(multiprocessors);
+  // The same on every rank, whatever its GPU is.
   k.groups =
-      schedule::make_groups(op, schedule::Target::kSm90, problem.geometry, decoded->plan, call.multiprocessors, 2).groups;
+      schedule::make_groups(op, schedule::Target::kSm90, problem.geometry, decoded->plan, schedule::kSm90Multiprocessors, 2)
+          .groups;
   call.ranks = problem.geometry.ranks;
   call.all_clusters = call.multiprocessors / 2;
   uint32_t left = schedule::smaller(decoded->plan.comm_sms, call.multiprocessors - 2);

@@ -24,7 +24,7 @@ XLA_FFI_Buffer buffer(std::vector<int64_t>& dims, ffi::DataType type) {
 
 struct Call {
   Op op;
-  std::vector<int64_t> x, w = {7, 5}, y, scratch = {1 << 20}, z, gathered;
+  std::vector<int64_t> x, w = {7, 5}, y, scratch = {1, 1, 1 << 20}, z, gathered;
   ffi::DataType type = ffi::F32, out = ffi::F32, of_scratch = ffi::U8;
   bool has_scratch = true;
   std::vector<int64_t> groups = {0, 1, 2, 3};
@@ -61,13 +61,13 @@ void good_calls_decode() {
     CHECK(found->plan.comm_sms == 16 && found->plan.group_waves == 3 && found->plan.far);
     // Scratch may be as small as it must be, and no smaller; less where the gathered x is a result.
     schedule::Geometry g = schedule::grouped(op, found->problem.geometry);
-    call.scratch[0] = static_cast<int64_t>(schedule::scratch_bytes(op, g, 4, false));
+    call.scratch[2] = static_cast<int64_t>(schedule::scratch_bytes(op, g, 4, false));
     CHECK(call.decode().has_value());
-    --call.scratch[0];
+    --call.scratch[2];
     CHECK(!call.decode().has_value());
     if (op != Op::kAllGatherMatmul) continue;
     call.gathered = {2, 40, 7};
-    call.scratch[0] = schedule::kScratchHead;
+    call.scratch[2] = schedule::kScratchHead;
     CHECK(call.decode().has_value());
   }
 }
@@ -75,8 +75,8 @@ void good_calls_decode() {
 void bad_calls_are_named() {
   std::vector<std::pair<std::function<void(Call&)>, std::string>> faults = {
       {[](Call& c) { c.has_scratch = false; }, "second result must be scratch"},
-      {[](Call& c) { c.scratch = {16}; }, "second result must be scratch"},
-      {[](Call& c) { c.scratch = {1 << 10, 1 << 10}; }, "second result must be scratch"},
+      {[](Call& c) { c.scratch = {1, 1, 16}; }, "second result must be scratch"},
+      {[](Call& c) { c.scratch = {8, 16}; }, "second result must be scratch"},
       {[](Call& c) { c.of_scratch = ffi::S8; }, "second result must be scratch"},
       {[](Call& c) { c.type = ffi::BF16; }, "a result of x's dtype"},
       {[](Call& c) { c.attributes.comm_sms = 0; }, "(comm_sms 0, group_waves 0, far 0) is out of range"},
