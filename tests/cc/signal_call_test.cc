@@ -1,7 +1,10 @@
 // Decoding of a call of strategy "signal": what it makes of a good one, and that each bad one is named.
 #include "ffi/signal_call.h"
 
+#include <cstdint>
 #include <functional>
+#include <iterator>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -37,15 +40,14 @@ struct Call {
     attributes.tile_m = attributes.tile_n = attributes.raster = attributes.pushers = attributes.copiers = attributes.workers =
         attributes.products = attributes.comm_sms = 1;
   }
-  ffi::ErrorOr<SignalProblem> decode() {
+  ffi::ErrorOr<SignalProblem> decode(schedule::Target target = schedule::Target::kHost) {
     attributes.groups = {groups.data(), groups.size()};
     XLA_FFI_Buffer xb = buffer(x, type), wb = buffer(w, type), yb = buffer(y, out), sb = buffer(scratch, of_scratch);
     XLA_FFI_Buffer zb = buffer(z, type), gb = buffer(gathered, type);
     Buffers buffers{ffi::AnyBuffer(&xb), ffi::AnyBuffer(&wb), ffi::AnyBuffer(&yb), {}, {}, {}, {}, {}};
     if (!z.empty()) buffers.z = ffi::AnyBuffer(&zb);
     if (!gathered.empty()) buffers.gathered = ffi::AnyBuffer(&gb);
-    return decode_signal(op, schedule::Target::kHost, attributes, buffers,
-                         has_scratch ? Buffers::Optional(ffi::AnyBuffer(&sb)) : std::nullopt);
+    return decode_signal(op, target, attributes, buffers, has_scratch ? Buffers::Optional(ffi::AnyBuffer(&sb)) : std::nullopt);
   }
 };
 
@@ -105,9 +107,52 @@ void bad_calls_are_named() {
   CHECK(!found.has_value() && found.error().message().find("gathers nothing beside") != std::string::npos);
 }
 
+// Any numbers: an error, or groups that cover the call and scratch for them.
+void any_numbers_decode_or_are_refused() {
+  std::mt19937_64 random(1);
+  auto odd = [&]() -> int64_t {
+    static constexpr int64_t kEdges[] = {
+        INT64_MIN,        -(int64_t{1} << 31), -1,       0, 1, 2, 3, (int64_t{1} << 20) - 1, int64_t{1} << 20, INT32_MAX,
+        int64_t{1} << 31, int64_t{1} << 32,    INT64_MAX};
+    uint64_t kind = random() % 8;
+    return kind == 0  ? static_cast<int64_t>(random())
+           : kind < 3 ? kEdges[random() % std::size(kEdges)]
+                      : int64_t(random() % 70);
+  };
+  uint32_t good = 0;
+  for (uint32_t i = 0; i < 20000; ++i) {
+    Op op = static_cast<Op>(random() % 3);
+    Call call(op);
+    for (int64_t SignalAttributes::* field :
+         {&SignalAttributes::comm_sms, &SignalAttributes::group_waves, &SignalAttributes::far})
+      if (random() % 3 == 0) call.attributes.*field = odd();
+    for (int64_t CallAttributes::* field : {&CallAttributes::tile_m, &CallAttributes::tile_n, &CallAttributes::raster})
+      if (random() % 3 == 0) call.attributes.*field = odd();
+    int64_t rows = random() % 50 == 0 ? 1 << 24 : 1 + int64_t(random() % 300),
+            n = random() % 50 == 0 ? 1 << 22 : 1 + int64_t(random() % 300);
+    call.w[1] = call.y[2] = n;
+    call.x[1] = op == Op::kAllGatherMatmul ? rows : 4 * rows;
+    call.y[1] = op == Op::kMatmulReduceScatter ? rows : 4 * rows;
+    call.scratch[2] = INT64_MAX;
+    for (schedule::Target target : {schedule::Target::kHost, schedule::Target::kSm90}) {
+      auto found = call.decode(target);
+      if (!found) continue;
+      schedule::Geometry g = schedule::grouped(op, found->problem.geometry);
+      if (target == schedule::Target::kSm90 && !schedule::is_signal_tile(g.tile_m, g.tile_n)) continue;  // refused next
+      schedule::Groups groups =
+          schedule::make_groups(op, target, found->problem.geometry, found->plan, schedule::kSm90Multiprocessors, 4).groups;
+      CHECK_EQ(groups.ends[groups.count - 1], schedule::cells(op, g));
+      ++good;
+    }
+  }
+  CHECK_THAT(good > 1000, good);
+}
+
 }  // namespace
 }  // namespace entwine
 
 int main() {
-  return check::run({{"good calls decode", entwine::good_calls_decode}, {"bad calls are named", entwine::bad_calls_are_named}});
+  return check::run({{"good calls decode", entwine::good_calls_decode},
+                     {"bad calls are named", entwine::bad_calls_are_named},
+                     {"any numbers decode or are refused", entwine::any_numbers_decode_or_are_refused}});
 }
