@@ -18,6 +18,9 @@ constexpr int kSum = 0, kMin = 3, kInt32 = 2, kInProgress = 7;
 // To warm up with, of each rank: NCCL does as much more in the same way.
 constexpr size_t kWarmElements = size_t{1} << 22, kElementBytes = 2;
 
+// Of what CUDA copies as rows of a matrix.
+constexpr size_t kMaxPitch = (size_t{1} << 31) - 1;
+
 std::string cuda(char const* what, cudaError_t error) {
   return error == cudaSuccess ? "" : std::string(what) + ": " + cudaGetErrorString(error);
 }
@@ -159,7 +162,14 @@ std::string Beside::exchange(void const* own, void* theirs, size_t count, int ty
 }
 
 std::string Beside::copy(void* to, size_t to_pitch, void const* from, size_t from_pitch, size_t bytes, size_t rows) {
-  return cuda("own rows", cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, bytes, rows, cudaMemcpyDeviceToDevice, stream_));
+  if (rows > 1 && to_pitch <= kMaxPitch)
+    return cuda("own rows", cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, bytes, rows, cudaMemcpyDeviceToDevice, stream_));
+  std::string why;
+  for (size_t row = 0; row < rows && why.empty(); ++row)
+    why = cuda("own rows",
+               cudaMemcpyAsync(static_cast<uint8_t*>(to) + row * to_pitch, static_cast<uint8_t const*>(from) + row * from_pitch,
+                               bytes, cudaMemcpyDeviceToDevice, stream_));
+  return why;
 }
 
 }  // namespace entwine::team
