@@ -61,7 +61,6 @@ int ready_device(int device) {
 
 struct Call {
   sm90::SignalCall kernel;
-  uint32_t ranks;
   uint32_t clusters, all_clusters;  // of a matmul beside NCCL, and of one alone
   uint32_t multiprocessors;
   int type;  // NCCL's
@@ -97,7 +96,6 @@ ffi::ErrorOr<Call> decode_call(Op op, SignalAttributes const& attributes, Buffer
   k.groups =
       schedule::make_groups(op, schedule::Target::kSm90, problem.geometry, decoded->plan, schedule::kSm90Multiprocessors, 2)
           .groups;
-  call.ranks = problem.geometry.ranks;
   call.all_clusters = call.multiprocessors / 2;
   uint32_t left = schedule::smaller(decoded->plan.comm_sms, call.multiprocessors - 2);
   call.clusters = (call.multiprocessors - left) / 2;
