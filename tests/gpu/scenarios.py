@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import company
 import jax
@@ -49,11 +50,11 @@ import entwine_jax
 RAGGED = {op: Case(op, 392, 1032, 520, odd=1 if op == ALL_REDUCE else 0) for op in OPS}
 
 
-def check_exact(case: Case, mesh: Mesh, seed: int) -> None:
+def check_exact(case: Case, mesh: Mesh, seed: int, **options: Any) -> None:
     """One call on fresh integers, compared by every process with its part of the float64 product."""
     ranks = team_size(mesh)
     x, w = integers(case, ranks, seed)
-    y = program(case, mesh)(*placed(case, mesh, x, w))
+    y = program(case, mesh, **options)(*placed(case, mesh, x, w))
     assert_shards_equal(case, y, exact_product(case, ranks, x, w))
 
 
@@ -104,7 +105,7 @@ def graphs(launches: str = "100") -> None:
     by_turns()
 
 
-def chained(programs: int = 20) -> None:
+def chained(programs: str = "20", strategy: str = "fused") -> None:
     """Eight calls in a row in one program, most of it one graph, run over and over on what it returned."""
     mesh = mesh_of()
     ranks = team_size(mesh)
@@ -128,10 +129,10 @@ def chained(programs: int = 20) -> None:
     ws = put(w_up, mesh, up_specs[1]), put(w_down, mesh, down_specs[1])
     # Signs of exact integers: both ways must agree to the bit however often they are fed back.
     ours = theirs = put(x, mesh, up_specs[0])
-    fused, xla = layers("fused"), layers("xla")
-    for _ in range(programs):
+    fused, xla = layers(strategy), layers("xla")
+    for _ in range(int(programs)):
         ours = fused(ours, *ws)
-    for _ in range(programs):
+    for _ in range(int(programs)):
         theirs = xla(theirs, *ws)
     assert_equal(down, ours, theirs)
 
@@ -191,20 +192,20 @@ def growing() -> None:
         check_exact(case, mesh, seed=200 + i)
 
 
-def distributed(processes: str, process: str, port: str) -> None:
+def distributed(processes: str, process: str, port: str, strategy: str = "fused") -> None:
     """One process a GPU."""
     jax.distributed.initialize(f"localhost:{port}", int(processes), int(process), local_device_ids=[int(process)])
     mesh = mesh_of()
     assert (jax.process_count(), team_size(mesh)) == (int(processes), int(processes))
     for seed in range(5):
         for op in OPS:
-            check_exact(RAGGED[op], mesh, seed)
+            check_exact(RAGGED[op], mesh, seed, strategy=strategy)
     for op in OPS:
-        check_exact(Case(op, 2056, 1032, 2056), mesh, seed=9)
+        check_exact(Case(op, 2056, 1032, 2056), mesh, seed=9, strategy=strategy)
     # The permuted team, in which no process' place is its process index.
     backwards = mesh_of(jax.devices()[::-1])
     for op in OPS:
-        check_exact(RAGGED[op], backwards, seed=10)
+        check_exact(RAGGED[op], backwards, seed=10, strategy=strategy)
     jax.distributed.shutdown()
 
 
@@ -373,6 +374,7 @@ def no_peer_access() -> None:
 SCENARIOS: dict[str, Callable[..., None]] = {
     "absent": absent,
     "arena_full": arena_full,
+    "chained": chained,
     "cold": cold,
     "distributed": distributed,
     "foreign_kernel": foreign_kernel,

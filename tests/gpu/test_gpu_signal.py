@@ -1,6 +1,8 @@
 """Strategy "signal": NCCL moves groups of tiles beside the matmul. Exact, repeated, gradients, without peer access."""
 
 import itertools
+import os
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ from harness import (
     team_size,
 )
 from jax.sharding import PartitionSpec as P
-from test_gpu_children import finish, start
+from test_gpu_children import GRAPHS, finish, start
 
 import entwine_jax
 from benchmarks.shapes import TEN
@@ -177,3 +179,22 @@ def test_not_jitted():
 def test_without_peer_access(nccl_p2p):
     """As on GPUs whose memory peers can't reach: by our own check, and by NCCL's."""
     finish(start("no_peer_access", ENTWINE_PEER_ACCESS="0", **({} if nccl_p2p else {"NCCL_P2P_DISABLE": "1"})))
+
+
+def test_one_process_a_gpu():
+    processes = len(jax.devices())
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    finish(*(start("distributed", processes, process, port, "signal") for process in range(processes)))
+
+
+def test_among_graphs(tmp_path):
+    """XLA captures what it may, down to the smallest graphs: these calls stay outside, between them."""
+    dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=.*body.*"
+    finish(start("chained", 20, "signal", XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS['on']} {dump}"))
+    dumped = [path for path in tmp_path.glob("*thunk_sequence*") if "after_thunk_passes" in path.name]
+    lines = [line for path in dumped for line in path.read_text(errors="replace").splitlines()]
+    calls = [line for line in lines if "kCustomCall" in line]
+    # What a command buffer holds is indented.
+    assert any(not line.startswith(" ") for line in calls), "\n".join(lines)
