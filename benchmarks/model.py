@@ -40,7 +40,7 @@ ASSUMPTIONS = (
     "all ranks start together and no other kernel runs",
     "XLA's NCCL moves 205 GB/s (all-reduce: 240), as between two GPUs; with more it comes closer to the link, hence the"
     " second ratio, in which it has all 361",
-    "no float8 call was measured: its tiles take what 16-bit ones with half of k take",
+    "float8 tiles take what 16-bit ones with half of k take",
 )
 
 

@@ -40,7 +40,7 @@ def looks(**left):
     """What leaves so many bytes each time, beside noise of a third of a MiB."""
     rng = np.random.default_rng(0)
     made = {}
-    for name, number in (("call", 10_000), ("compilation", 200), ("xla_compilation", 50)):
+    for name, number in (("call", 10_000), ("xla_call", 5_000), ("compilation", 200), ("xla_compilation", 50)):
         host, device = left.get(name, (0, 0))
         noise = rng.integers(0, 1 << 18, leaks.LOOKS)
         at = np.arange(leaks.LOOKS) * number // (leaks.LOOKS - 1)
@@ -57,6 +57,8 @@ def looks(**left):
         ({"compilation": (50_000, 0)}, ["host_compilation"]),
         ({"compilation": (0, 100_000)}, ["device_compilation"]),
         ({"compilation": (50_000, 100_000), "xla_compilation": (60_000, 110_000)}, []),
+        ({"call": (2_000, 0), "xla_call": (1_950, 0)}, []),
+        ({"call": (2_000, 0), "xla_call": (1_000, 0)}, ["host_call"]),
     ],
     ids=str,
 )
