@@ -1,28 +1,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "expectation.h"
+#include "fill.cuh"
 
 namespace teams {
 namespace {
-
-constexpr uint32_t kThreads = 256;
-
-uint32_t blocks_for(uint32_t count) { return entwine::schedule::smaller(entwine::schedule::ceil_div(count, kThreads), 4096); }
-
-__device__ __forceinline__ uint32_t first_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
-__device__ __forceinline__ uint32_t index_step() { return gridDim.x * blockDim.x; }
-
-// Element `i` of an array of elements of the type that x has: -1, 0 or 1.
-__device__ __forceinline__ void put(uint8_t* to, Operands type, uint32_t i, int value) {
-  if (is_float8(type)) {
-    uint8_t one = type == Operands::kE5m2 ? 0x3c : 0x38;
-    to[i] = value == 0 ? 0 : value < 0 ? 0x80 | one : one;
-  } else {
-    uint16_t one = type == Operands::kF16 ? 0x3c00 : 0x3f80;
-    reinterpret_cast<uint16_t*>(to)[i] = value == 0 ? 0 : value < 0 ? 0x8000 | one : one;
-  }
-}
 
 __global__ void put_x(uint8_t* x, Operands operands, uint32_t count, uint32_t seed) {
   for (uint32_t i = first_index(); i < count; i += index_step()) put(x, operands, i, element(seed, i));

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "exact_cases.h"
+#include "fill.cuh"
 
 namespace teams {
 namespace {
@@ -20,38 +21,14 @@ using schedule::Op;
 using schedule::Products;
 using schedule::Transport;
 
-constexpr uint32_t kThreads = 256, kMost = schedule::kMaxProducts;
-constexpr uint32_t kGuardBytes = 256;  // of poison before and after each result
-constexpr uint8_t kPoison = 0xff;
+constexpr uint32_t kMost = schedule::kMaxProducts;
 
-__device__ __forceinline__ uint32_t first_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
-__device__ __forceinline__ uint32_t index_step() { return gridDim.x * blockDim.x; }
-uint32_t blocks_for(uint32_t count) { return schedule::smaller(schedule::ceil_div(count, kThreads), 2048); }
-
-// -1, 0 or 1.
-__device__ int element(uint32_t seed, uint32_t index) {
-  uint32_t h = index * 0x9e3779b9u + seed * 0x85ebca6bu;
-  h = (h ^ h >> 16) * 0x7feb352du;
-  h = (h ^ h >> 15) * 0x846ca68bu;
-  h ^= h >> 16;
-  return static_cast<int>(uint64_t{h} * 3 >> 32) - 1;
-}
 // Of one rank's array in one case: x, w and bias of product 0, then those of product 1, ...; and what is gathered beside.
 __host__ __device__ uint32_t seed_of(uint32_t seed, uint32_t rank, uint32_t product, uint32_t what) {
   return ((seed * 8 + rank) * kMost + product) * 4 + what;
 }
 constexpr uint32_t kX = 0, kW = 1, kBias = 2, kBeside = 3;
 
-// As one of the types of operands.
-__device__ void put(uint8_t* to, Operands type, uint32_t i, int value) {
-  if (is_float8(type)) {
-    uint8_t one = type == Operands::kE5m2 ? 0x3c : 0x38;
-    to[i] = value == 0 ? 0 : value < 0 ? 0x80 | one : one;
-  } else {
-    uint16_t one = type == Operands::kF16 ? 0x3c00 : 0x3f80;
-    reinterpret_cast<uint16_t*>(to)[i] = value == 0 ? 0 : value < 0 ? 0x8000 | one : one;
-  }
-}
 __global__ void fill(uint8_t* to, Operands type, uint32_t count, uint32_t seed) {
   for (uint32_t i = first_index(); i < count; i += index_step()) put(to, type, i, element(seed, i));
 }
@@ -141,7 +118,7 @@ __global__ void compare_gathered(uint8_t const* guarded, Operands type, Chunk ch
     uint32_t got = bytes == 1 ? guarded[i] : reinterpret_cast<uint16_t const*>(guarded)[i], right = bytes == 1 ? 0xff : 0xffff;
     if (i >= guard && i < guard + count) {
       uint32_t at = i - guard, batch = at / part / ranks, source = at / part - batch * ranks;
-      uint8_t holds[2];
+      alignas(2) uint8_t holds[2];
       put(holds, type, 0, element(seed_of(seed, source, 0, what), batch * part + at % part));
       right = bytes == 1 ? holds[0] : holds[0] | holds[1] << 8;
     }
