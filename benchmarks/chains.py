@@ -172,6 +172,18 @@ def relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum((got - want) ** 2) / jnp.sum(want**2))
 
 
+def seconds(dispatch: Callable[[], Any], programs: int) -> float:
+    """Of so many programs, from the end of one before them; `dispatch` returns what is ready when its program ends."""
+    before = dispatch()
+    last = dispatch()  # before anybody waits: the devices have work
+    jax.block_until_ready(before)
+    start = time.perf_counter()
+    for _ in range(programs - 1):
+        last = dispatch()
+    jax.block_until_ready(last)
+    return time.perf_counter() - start
+
+
 @dataclasses.dataclass
 class _Running:
     """A compiled program with its arguments; its xs are in a pool, for they move from program to program."""
@@ -217,15 +229,7 @@ class Chains:
         return {name: functools.partial(self.sample, name) for name in self._running}
 
     def sample(self, name: str, programs: int) -> float:
-        """Seconds of so many programs, from the end of one before them."""
-        before = self._dispatch(name)
-        self._dispatch(name)  # before anybody waits: the devices have work
-        before.block_until_ready()
-        start = time.perf_counter()
-        for _ in range(programs - 1):
-            self._dispatch(name)
-        jax.block_until_ready(self._running[name].y)
-        return time.perf_counter() - start
+        return seconds(functools.partial(self._dispatch, name), programs)
 
     def _dispatch(self, name: str) -> jax.Array:
         """One program; ready when that has ended."""

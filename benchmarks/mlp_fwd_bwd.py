@@ -25,8 +25,7 @@ import json
 import pathlib
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from benchmarks import collective_matmul, rounds
+from benchmarks import chains, collective_matmul, rounds
 from benchmarks.chains import AXIS, relative_error
 
 KINDS = ("forward", "forward_backward")
@@ -131,19 +130,6 @@ def operands(sizes: Sizes, mesh: Mesh) -> dict[str, Any]:
     return made
 
 
-def sampler(run: jax.stages.Compiled, x: jax.Array, weights: Any, dy: jax.Array) -> Callable[[int], float]:
-    def sample(programs: int) -> float:
-        before, made = (run(x, weights, dy) for _ in range(2))  # as in chains.py, from the end of a program before
-        jax.block_until_ready(before)
-        start = time.perf_counter()
-        for _ in range(programs - 1):
-            made = run(x, weights, dy)
-        jax.block_until_ready(made)
-        return time.perf_counter() - start
-
-    return sample
-
-
 def check(name: str, got: Any, wanted: Any) -> float:
     """The largest relative error of any result."""
     worst = max(float(relative_error(a, b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
@@ -160,7 +146,7 @@ def measure(kind: str, sizes: Sizes, mesh: Mesh, count: int, sample_seconds: flo
         given = arrays[f"x{suffix}"], arrays["weights"], arrays[f"dy{suffix}"]
         runs[variant] = program(kind, variant, sizes, mesh).lower(*given).compile()
         results[variant] = runs[variant](*given) if variant != "alone" else None
-        samplers[variant] = sampler(runs[variant], *given)
+        samplers[variant] = functools.partial(chains.seconds, functools.partial(runs[variant], *given))
     ours = [name for name in VARIANTS if name.startswith("ours")]
     errors = {name: check(f"{kind}, {name}", results[name], results["xla"]) for name in ours}
     results.clear()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -336,7 +335,7 @@ def _ours(
 
 def _entry(row: Tuned) -> dict[str, Any]:
     """As files hold it."""
-    versions = {name: _version(name) for name in ("jax", "jaxlib", "nvidia-nccl-cu13", "nvidia-cublas")}
+    versions = {name: _tuned.installed(name) for name in ("jax", "jaxlib", "nvidia-nccl-cu13", "nvidia-cublas")}
     about = {
         "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "devices": jax.device_count(),
@@ -352,13 +351,6 @@ def _entry(row: Tuned) -> dict[str, Any]:
 
 def _plain(plan: Plan | None) -> dict[str, Any] | None:
     return None if plan is None else dataclasses.asdict(plan)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _clock() -> Callable[[], float]:

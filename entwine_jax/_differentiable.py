@@ -101,7 +101,7 @@ def _backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> A
             dbias = _reference.bias_gradient(dy, wants_bias.dtype)
         dx, dw = from_dy(request, choice, dy, x, w, gathered, kept[0].dtype)
     if d_gathered is not None:
-        back = _reference.gather_gradient(d_gathered, request.team.axis_name)
+        back = _reference.scatter(d_gathered, request.team.axis_name)
         if request.op == "matmul_reduce_scatter":
             dz = back
         else:

@@ -1,4 +1,4 @@
-"""The ops spelled in lax: what strategy "xla" runs, what "fused" is tested against, and the weight gradients."""
+"""What the ops are made of in lax: for strategy "xla", and for the weight gradients."""
 
 import functools
 from typing import Any
@@ -26,26 +26,12 @@ def matmul(
     return (y * scale).astype(dtype)
 
 
-def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
-    """`options` are those of `matmul`."""
-    return matmul(named(gather(x, axis_name)), w, **options)
-
-
-def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
-    return scatter(matmul(x, w, **options), axis_name)
-
-
 def scatter(partial: jax.Array, axis_name: AxisNames) -> jax.Array:
-    """The rank's rows of the sum over ranks."""
+    """The rank's rows of the sum over ranks; the gradient of what `gather` gathers, too."""
     if partial.size == 0:
         return partial.reshape(partial.shape[0], partial.shape[1] // lax.axis_size(axis_name), partial.shape[2])
     scattered: jax.Array = lax.psum_scatter(partial, axis_name, scatter_dimension=1, tiled=True)
     return scattered
-
-
-def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisNames, **options: Any) -> jax.Array:
-    summed: jax.Array = lax.psum(matmul(x, w, **options), axis_name)
-    return summed
 
 
 def finish(y: jax.Array, bias: jax.Array | None, activation: str | None) -> jax.Array:
@@ -115,14 +101,6 @@ def gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
         return x.reshape(x.shape[0], x.shape[1] * lax.axis_size(axis_name), x.shape[2])
     gathered: jax.Array = lax.all_gather(x, axis_name, axis=1, tiled=True)
     return gathered
-
-
-def gather_gradient(g: jax.Array, axis_name: AxisNames) -> jax.Array:
-    """The gradient of what was gathered, from that of the whole."""
-    if g.size == 0:
-        return g.reshape(g.shape[0], g.shape[1] // lax.axis_size(axis_name), g.shape[2])
-    scattered: jax.Array = lax.psum_scatter(g, axis_name, scatter_dimension=1, tiled=True)
-    return scattered
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, *, precision: Any) -> jax.Array:

@@ -151,7 +151,7 @@ def _products_backward(request: Request, choice: Choice, kept: Any, cotangents: 
         for i in wanted:
             dws[i] = _weight_gradient(request, rows, dys[i].astype(operand), dtype)
     if d_gathered is not None:
-        back = _reference.gather_gradient(d_gathered, axis_name)
+        back = _reference.scatter(d_gathered, axis_name)
         dx = back if dx is None else dx + back
     return dx, (*dws,), (*dbiases,)
 
@@ -234,7 +234,7 @@ def _sum_backward(request: Request, choice: Choice, kept: Any, cotangents: Any) 
         for i in wants_w:
             dws[i] = _weight_gradient(request, xs[i].astype(operand), rows, dtype)
     if d_gathered is not None:
-        dz = _reference.gather_gradient(d_gathered, axis_name)
+        dz = _reference.scatter(d_gathered, axis_name)
     return (*dxs,), (*dws,), dz, dbias
 
 

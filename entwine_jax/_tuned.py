@@ -58,13 +58,18 @@ class Entry:
         return f"tuned: {fused}, {self.xla_ms:.3g} ms on XLA ({self.source})"
 
 
+def installed(package: str) -> str | None:
+    """The version of a package, None where its metadata isn't."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def version() -> str:
     """Of this package; "unknown" where its files were put without its metadata."""
-    try:
-        return importlib.metadata.version("entwine_jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return installed("entwine_jax") or "unknown"
 
 
 @functools.cache

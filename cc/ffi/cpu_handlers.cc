@@ -121,9 +121,9 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
   if (a.workers < 1 || a.workers > kMaxWorkers)
     return ffi::Unexpected(invalid(op, "workers must be 1 to ", kMaxWorkers, ", not ", a.workers));
 
-  host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,          problem->transpose_w,
-                      *in,         *out, problem->gathering, problem->activation[0], problem->products};
-  std::copy_n(problem->activation + 1, schedule::kMaxProducts - 1, spec.more_activations);
+  host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,    problem->transpose_w,
+                      *in,         *out, problem->gathering, problem->products};
+  std::copy_n(problem->activation, schedule::kMaxProducts, spec.activation);
   spec.workers = static_cast<uint32_t>(a.workers);
   spec.timeout = host::Timeout(a.timeout_ms);
   spec.stall_us = static_cast<uint32_t>(a.stall_us);

@@ -18,6 +18,8 @@ ffi::Unexpected<ffi::Error> invalid(schedule::Op op, Words const&... words) {
   return ffi::Unexpected(ffi::Error::InvalidArgument(text.str()));
 }
 
+// Of a dimension, and of each number of a plan.
+constexpr int64_t kLimit = int64_t{1} << 31;
 // Row blocks of what is gathered are numbered in 24 bits.
 constexpr uint32_t kMaxGatheredBlocks = 1u << 24;
 // More than any machine has: of any one array, so that staging of it for all ranks is a 64-bit number; of what is gathered from
@@ -130,7 +132,7 @@ ffi::ErrorOr<schedule::Products> decode_products(schedule::Op op, CallAttributes
         its.element_type() != (gather ? buffers.y : buffers.x).element_type())
       return invalid(op, gather ? "the result" : "x", " of product ", i, " must be (", first[0], ", ", first[1], ", ", size,
                      ") of the first one's dtype");
-    if (size < 1 || size >= (int64_t{1} << 31)) return invalid(op, "a dimension of size ", size, " can't be tiled");
+    if (size < 1 || size >= kLimit) return invalid(op, "a dimension of size ", size, " can't be tiled");
     products.sizes[i] = static_cast<uint32_t>(size);
   }
   return products;
@@ -183,10 +185,7 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   int64_t finished = gather ? a.products : 1;  // results that have a bias and an activation
   if (a.biased < 0 || a.biased >> finished != 0)
     return invalid(op, "attribute biased is ", a.biased, ", but there are ", finished, " results");
-  if (auto fault = bias_fault(op, buffers.bias, (a.biased & 1) != 0, n, a.biased)) return *fault;
-  if (a.activation < 0 || a.activation >> (8 * finished) != 0 || (a.activation & 0xff) >= schedule::kActivations)
-    return invalid(op, "there is no activation ", a.activation);
-  constexpr int64_t kLimit = int64_t{1} << 31;
+  if (a.activation < 0 || a.activation >> (8 * finished) != 0) return invalid(op, "there is no activation ", a.activation);
   for (int64_t d : {xd[0], m_shard, n, k})
     if (d < 1 || d >= kLimit) return invalid(op, "a dimension of size ", d, " can't be tiled");
   if (replicate && xd[0] * m_shard >= kLimit) return invalid(op, "a dimension of size ", xd[0] * m_shard, " can't be tiled");
@@ -241,9 +240,9 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
     int64_t activation = a.activation >> (8 * i) & 0xff;
     if (activation >= schedule::kActivations) return invalid(op, "there is no activation ", activation);
     problem.activation[i] = static_cast<schedule::Activation>(activation);
-    if (i == 0) continue;
-    Buffers::Optional const& bias = buffers.more[i - 1].bias;
-    if (auto fault = bias_fault(op, bias, (a.biased >> i & 1) != 0, products->sizes[i], a.biased)) return *fault;
+    Buffers::Optional const& bias = i == 0 ? buffers.bias : buffers.more[i - 1].bias;
+    int64_t columns = gather ? products->sizes[i] : n;
+    if (auto fault = bias_fault(op, bias, (a.biased >> i & 1) != 0, columns, a.biased)) return *fault;
   }
   return problem;
 }

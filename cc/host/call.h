@@ -26,11 +26,10 @@ struct CallSpec {
   bool transpose_w;
   Element in, out;
   schedule::Gathering gathering{};  // x of all-gather; what reduce-scatter gathers beside, if anything
-  schedule::Activation activation = schedule::Activation::kNone;  // of the first y
   schedule::Products products{};
-  schedule::Activation more_activations[schedule::kMaxProducts - 1] = {};  // all-gather: of the others
-  uint32_t workers = 1;                                                    // a rank
-  Timeout timeout{0};                                                      // of any one wait
+  schedule::Activation activation[schedule::kMaxProducts] = {};  // of each y
+  uint32_t workers = 1;                                          // a rank
+  Timeout timeout{0};                                            // of any one wait
   uint32_t stall_us = 0;  // a random stall of up to this before each claim and each signal
   uint64_t stall_seed = 0;
   char const* absent = "";  // for errors: why else a rank may never come to a call
@@ -38,11 +37,8 @@ struct CallSpec {
   schedule::SignalPlan signal{};
 
   // n and k of one product.
-  uint32_t n(uint32_t product) const { return gather() ? products.size(product, geometry.n) : geometry.n; }
-  uint32_t k(uint32_t product) const { return gather() ? geometry.k : products.size(product, geometry.k); }
-  schedule::Activation activation_of(uint32_t product) const {
-    return product == 0 ? activation : more_activations[product - 1];
-  }
+  uint32_t n(uint32_t product) const { return schedule::columns(op, geometry, products, product); }
+  uint32_t k(uint32_t product) const { return schedule::contraction(op, geometry, products, product); }
   bool gather() const { return op == schedule::Op::kAllGatherMatmul; }
 
   schedule::Groups groups() const {

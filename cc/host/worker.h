@@ -69,14 +69,15 @@ class RankPart {
   }
   void scale(Worker<In>& worker, schedule::Tile const& t) const {
     if (seat_.operands.scale == nullptr) return;
+    uint32_t count = cols(t);
     for (uint32_t i = 0; i < g_.rows(t); ++i)
-      for (uint32_t j = 0; j < cols(t); ++j) worker.product.row(i)[j] *= *seat_.operands.scale;
+      for (uint32_t j = 0; j < count; ++j) worker.product.row(i)[j] *= *seat_.operands.scale;
   }
 
   // Adds the bias to the sums of `t`, which are whole, and activates them.
   void finish(Worker<In>& worker, schedule::Tile const& t) const {
     float const* bias = seat_.operands.bias_of(product(t));
-    schedule::Activation activation = seat_.spec->activation_of(product(t));
+    schedule::Activation activation = seat_.spec->activation[product(t)];
     if (bias == nullptr && activation == schedule::Activation::kNone) return;
     uint32_t first = first_col(t), count = cols(t);
     for (uint32_t i = 0; i < g_.rows(t); ++i)

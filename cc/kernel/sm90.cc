@@ -60,12 +60,8 @@ Kernel pick_kernel(Op op, Variant const& variant, int* shared_bytes) {
 }
 
 // n and k of one product.
-uint32_t columns(Call const& call, uint32_t i) {
-  return call.op == Op::kAllGatherMatmul ? call.products.size(i, call.geometry.n) : call.geometry.n;
-}
-uint32_t contraction(Call const& call, uint32_t i) {
-  return call.op == Op::kAllGatherMatmul ? call.geometry.k : call.products.size(i, call.geometry.k);
-}
+uint32_t columns(Call const& call, uint32_t i) { return schedule::columns(call.op, call.geometry, call.products, i); }
+uint32_t contraction(Call const& call, uint32_t i) { return schedule::contraction(call.op, call.geometry, call.products, i); }
 
 uint32_t clusters_of(Call const& call) { return schedule::smaller(call.multiprocessors / kCtas, call.geometry.tiles()); }
 

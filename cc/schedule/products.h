@@ -37,6 +37,14 @@ struct Products {
   }
 };
 
+// n and k of one product.
+constexpr uint32_t columns(Op op, Geometry const& g, Products const& products, uint32_t product) {
+  return op == Op::kAllGatherMatmul ? products.size(product, g.n) : g.n;
+}
+constexpr uint32_t contraction(Op op, Geometry const& g, Products const& products, uint32_t product) {
+  return op == Op::kAllGatherMatmul ? g.k : products.size(product, g.k);
+}
+
 // Where products begin, in blocks, and after the last one where all end; one that isn't there begins nowhere.
 struct Beginnings {
   uint32_t at[kMaxProducts + 1];

@@ -1,14 +1,13 @@
 """``entwine doctor``: what this machine has for the fused kernels, and what is missing."""
 
 import argparse
-import importlib.metadata
 import json
 import platform
 from typing import Any
 
 import jax
 
-from .. import _core, _strategy
+from .. import _core, _strategy, _tuned
 from ._usage import subcommand
 
 _PACKAGES = ("entwine_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13")
@@ -29,7 +28,7 @@ def examine() -> dict[str, Any]:
     ]
     found: dict[str, Any] = {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: _tuned.installed(name) for name in _PACKAGES},
         "cuda_built": _core.cuda_built(),
         "devices": devices,
         "nccl": None,
@@ -64,13 +63,6 @@ def _signal_obstacles(found: dict[str, Any]) -> list[str]:
     known = (_strategy.peer_obstacle(), _strategy.span_obstacle())
     hopper = _strategy.hopper_obstacle()
     return [each for each in found["obstacles"] if each not in known] + ([hopper] if hopper else [])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _told(found: dict[str, Any]) -> str:

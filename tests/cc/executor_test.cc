@@ -79,7 +79,7 @@ class Product {
         w_.push_back(encode(w, of_w(spec.in)));
         y_.emplace_back(!gather() && p > 0 ? 0 : y_rows * spec.n(p) * element_bytes(spec.out), std::byte{0xff});
         bias_.emplace_back();
-        if (spec.activation_of(p) != schedule::Activation::kNone && (p == 0 || gather()))
+        if (spec.activation[p] != schedule::Activation::kNone && (p == 0 || gather()))
           for (uint32_t j = 0; j < spec.n(p); ++j)  // that of an all-reduce is the same on all ranks
             bias_.back().push_back(r == 0 || !replicate() ? static_cast<float>(noise() % 64) - 32 : bias_[0][j]);
       }
@@ -151,7 +151,7 @@ class Product {
               }
               if (is_float8(spec_.in)) want *= scale_;
               if (!bias_[at(r, p)].empty()) want += bias_[at(r, p)][j];
-              if (spec_.activation_of(p) == schedule::Activation::kRelu) want = std::max(want, 0.0);
+              if (spec_.activation[p] == schedule::Activation::kRelu) want = std::max(want, 0.0);
               double error = std::abs(decode(y_[at(r, p)], (size_t(b) * rows + i) * spec_.n(p) + j, spec_.out) - want);
               if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
             }
@@ -231,8 +231,8 @@ void become_several(CallSpec& spec, Random& random) {
   spec.products.count = 2 + random.below(schedule::kMaxProducts - 1);
   for (uint32_t i = 0; i < spec.products.count; ++i) spec.products.sizes[i] = random.upto(size);
   size = static_cast<uint32_t>(spec.products.joined(spec.gather() ? g.tile_n : 1));
-  for (schedule::Activation& each : spec.more_activations)
-    if (random.below(2) == 0) each = schedule::Activation::kRelu;
+  for (uint32_t i = 1; i < schedule::kMaxProducts; ++i)
+    if (random.below(2) == 0) spec.activation[i] = schedule::Activation::kRelu;
 }
 
 // Strategy "signal": one product of operands of 16 or 32 bits and a result of the same, and nothing is gathered beside.
@@ -266,7 +266,7 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
   spec.plan.copiers = random.upto(3);
   if (random.below(2) == 0) spec.gathering = {random.upto(2), random.upto(3 * tile_m), random.upto(40)};
   spec.workers = random.upto(4);
-  if (random.below(3) == 0) spec.activation = schedule::Activation::kRelu;
+  if (random.below(3) == 0) spec.activation[0] = schedule::Activation::kRelu;
   spec.timeout = Timeout(60000);
   if (op == Op::kMatmulAllReduce) {  // any number of rows, in chunks of a multiple of some
     Geometry& g = spec.geometry;

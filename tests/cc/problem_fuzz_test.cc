@@ -51,17 +51,9 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
   static auto* teams = new std::unique_ptr<host::Team>[schedule::kMaxRanks + 1];  // their threads may outlive main()
   uint32_t ranks = problem.geometry.ranks;
   if (!teams[ranks]) teams[ranks] = std::make_unique<host::Team>(ranks, uint32_t(0xfffffff0u));
-  host::CallSpec spec{op_name(problem.op),
-                      problem.op,
-                      problem.geometry,
-                      problem.plan,
-                      problem.transpose_w,
-                      *from,
-                      *to,
-                      problem.gathering,
-                      problem.activation[0],
-                      problem.products};
-  std::copy_n(problem.activation + 1, schedule::kMaxProducts - 1, spec.more_activations);
+  host::CallSpec spec{op_name(problem.op), problem.op,      problem.geometry, problem.plan, problem.transpose_w, *from, *to,
+                      problem.gathering,   problem.products};
+  std::copy_n(problem.activation, schedule::kMaxProducts, spec.activation);
   spec.workers = uint32_t(in.attributes.workers);
   spec.timeout = host::Timeout(60000);
   // On the heap, where a byte too far is found; ones are exact in every type.
