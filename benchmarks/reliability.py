@@ -46,6 +46,8 @@ def add(a: int | None, b: int) -> int:
 
 def of_soak(found: Found, soak: Found) -> None:
     found["machine"] = {"platform": soak["platform"], "devices": soak["devices"], "accelerator": soak["kind"]}
+    if soak.get("shared"):
+        found["machine"]["processes"] = soak["processes"]
     for name in (
         "launches",
         "late",
@@ -150,6 +152,8 @@ def machine(found: Found) -> str:
         return "elsewhere"
     if about["platform"] == "cpu":
         return f"{about['devices']} virtual CPU devices"
+    if "processes" in about:  # as many devices as JAX sees, on fewer GPUs
+        return f"{about['processes']} processes on one {about['accelerator']}"
     return f"{about['devices']} x {about['accelerator']}"
 
 

@@ -32,6 +32,7 @@ from harness import (
     put,
     spread,
     team_size,
+    whole,
 )
 from jax import lax
 from jax.sharding import Mesh
@@ -134,7 +135,7 @@ def beside_collectives(
     want = wants
     for got in results:
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(np.asarray(a).astype(np.float32), np.asarray(b).astype(np.float32))
+            np.testing.assert_array_equal(whole(a).astype(np.float32), whole(b).astype(np.float32))
         want = theirs(want[0], *on_mesh[1:])
     return str(ours.lower(*on_mesh).compile().as_text())
 
@@ -161,7 +162,7 @@ def beside_programs(mesh: Mesh, ours_first: bool, turns: int = 24, floats: int =
     for each in launched:
         checked.check(each)
     for total, square in others:
-        np.testing.assert_array_equal(np.asarray(total[0]), mesh.size * (np.arange(floats) % 89))
+        np.testing.assert_array_equal(whole(total[0]), mesh.size * (np.arange(floats) % 89))
         assert bool((square == 512).all())
 
 

@@ -1,5 +1,7 @@
 """The GPU tests: real GPUs, all of them as one team unless a test says otherwise, nothing emulated.
 
+This is one process with all GPUs; lockstep.py runs the same tests in many.
+
 Every test has a limit: a kernel that waits for ever can't be interrupted, so the watchdog prints all stacks and ends
 the process, and a child is killed. Run with --capture=sys to see those stacks.
 """
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from lockstep import join
 
 # Read when JAX first touches the GPUs: children run beside this process and need memory too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.25")
@@ -20,6 +23,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.25")
 sys.path.append(str(pathlib.Path(__file__).parents[2]))
 
 LIMIT_S = 100
+
+join()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -191,6 +192,19 @@ def reference(case: Case, mesh: Mesh, axis: Hashable = AXIS) -> Callable[..., tu
 # Comparisons
 
 
+def whole(value: Any) -> np.ndarray:
+    """A global array, also of what only other processes address."""
+    if not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated:
+        return np.asarray(value)
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+
+def copies(value: jax.Array) -> list[np.ndarray]:
+    """Every device's copy of what all have, in all processes."""
+    mine = np.stack([np.asarray(shard.data) for shard in value.addressable_shards])
+    return [*(mine if jax.process_count() == 1 else multihost_utils.process_allgather(mine, tiled=True))]
+
+
 def mismatches(case: Case, got: np.ndarray, want: np.ndarray, tile: tuple[int, int] = (128, 256)) -> str:
     """Empty if all elements are equal; else how many are not, where the first ones are, and in which tiles."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
@@ -214,7 +228,7 @@ def mismatches(case: Case, got: np.ndarray, want: np.ndarray, tile: tuple[int, i
 
 
 def assert_equal(case: Case, got: Any, want: Any) -> None:
-    message = mismatches(case, np.asarray(got), np.asarray(want))
+    message = mismatches(case, whole(got), whole(want))
     assert not message, message
 
 

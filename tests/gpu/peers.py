@@ -1,4 +1,4 @@
-"""Two processes, one GPU each: one is killed, or stopped, or its program lacks the calls that the other makes.
+"""Two processes of one team (lockstep.py): one is killed, or stopped, or its program lacks calls that the other makes.
 
 The other must end with an error that names op, rank, peer, tile and epoch, no later than the bound on waits and what it
 takes to notice. `python tests/gpu/peers.py --times 5 --out peers.json` does each so often and counts. No JAX in here.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import queue
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+
+import lockstep
 
 FATES = ("killed", "stopped", "lacking")
 SCENARIOS = pathlib.Path(__file__).parent / "scenarios.py"
@@ -46,8 +46,8 @@ class Outcome:
 class Process:
     """A child whose output is read as it comes."""
 
-    def __init__(self, *arguments: object) -> None:
-        environment = os.environ | {"ENTWINE_TIMEOUT_S": str(BOUND_S)}
+    def __init__(self, environment: dict[str, str], *arguments: object) -> None:
+        environment = environment | {"ENTWINE_TIMEOUT_S": str(BOUND_S)}
         command = [sys.executable, str(SCENARIOS), *map(str, arguments)]
         self.child = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -91,10 +91,7 @@ class Process:
 
 def meet(fate: str) -> Outcome:
     """One of two processes meets with its fate while both make calls."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = [Process("peer", fate, process, port) for process in range(2)]
+    processes = [Process(environment, "peer", fate) for environment in lockstep.environments(2)]
     left, victim = processes
     try:
         ready = all(process.says("making calls", START_S) for process in processes)

@@ -15,6 +15,7 @@ from typing import Any
 import company
 import jax
 import jax.numpy as jnp
+import lockstep
 import numpy as np
 from epilogues import by_turns
 from foreign import foreign_kernel
@@ -192,11 +193,10 @@ def growing() -> None:
         check_exact(case, mesh, seed=200 + i)
 
 
-def distributed(processes: str, process: str, port: str, strategy: str = "fused") -> None:
-    """One process a GPU."""
-    jax.distributed.initialize(f"localhost:{port}", int(processes), int(process), local_device_ids=[int(process)])
-    mesh = mesh_of()
-    assert (jax.process_count(), team_size(mesh)) == (int(processes), int(processes))
+def distributed(strategy: str = "fused") -> None:
+    """One of several processes: see lockstep.py."""
+    processes, mesh = lockstep.join(), mesh_of()
+    assert processes > 1 and (jax.process_count(), team_size(mesh)) == (processes, processes)
     for seed in range(5):
         for op in OPS:
             check_exact(RAGGED[op], mesh, seed, strategy=strategy)
@@ -300,11 +300,11 @@ def late_peer() -> None:
     raise AssertionError(f"a peer late by about {seconds:.1f} s was no error")
 
 
-def peer(fate: str, process: str, port: str) -> None:
-    """One of two processes that make calls without end, one GPU each. Process 1 is killed or stopped from outside, or
-    makes no more calls after a while (its program lacks them); process 0 must hear of it. See peers.py."""
-    jax.distributed.initialize(f"localhost:{port}", 2, int(process), local_device_ids=[int(process)])
-    mesh = mesh_of(jax.devices()[:2])
+def peer(fate: str) -> None:
+    """One of two processes that make calls without end. Process 1 is killed or stopped from outside, or makes no more
+    calls after a while (its program lacks them); process 0 must hear of it. See peers.py."""
+    lockstep.join()
+    mesh = mesh_of()
     inputs = []
     for case in RAGGED.values():
         check_exact(case, mesh, seed=1)
@@ -313,7 +313,7 @@ def peer(fate: str, process: str, port: str) -> None:
         inputs.append((case, put(x, mesh, x_spec), put(w, mesh, w_spec)))
     print("making calls", flush=True)
     start = time.monotonic()
-    while fate != "lacking" or process == "0" or time.monotonic() - start < 1:
+    while fate != "lacking" or jax.process_index() == 0 or time.monotonic() - start < 1:
         for case, x, w in inputs:
             try:
                 jax.block_until_ready(program(case, mesh)(x, w))

@@ -2,11 +2,11 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
 import jax
+import lockstep
 import pytest
 from harness import OPS
 from peers import FATES, SAID, meet
@@ -18,6 +18,8 @@ LIMIT_S = 80
 
 
 def start(*arguments, **environment):
+    if jax.process_count() > 1:
+        pytest.skip("starts processes of its own, for all GPUs")
     command = [sys.executable, str(SCENARIOS), *map(str, arguments)]
     return subprocess.Popen(
         command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -95,11 +97,7 @@ def test_exit_with_calls_in_flight():
 
 
 def test_one_process_a_gpu():
-    processes = len(jax.devices())
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    finish(*(start("distributed", processes, process, port) for process in range(processes)))
+    finish(*(start("distributed", **environment) for environment in lockstep.environments(len(jax.devices()))))
 
 
 @pytest.mark.parametrize("devices", ["all", "one"])

@@ -25,6 +25,7 @@ from harness import (
     put,
     relative_error,
     team_size,
+    whole,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -158,7 +159,7 @@ def test_not_finite(activation):
         x_spec, w_spec, _ = case.specs(AXIS)
         x, w = (put(v.astype(jnp.bfloat16), mesh, s) for v, s in ((x, x_spec), (w, w_spec)))
         bias = put(np.zeros(case.w_shape(ranks)[1], np.float32), mesh, bias_spec(case))
-        y = np.asarray(finishing(case, mesh, activation)(x, w, bias)).astype(np.float32)
+        y = whole(finishing(case, mesh, activation)(x, w, bias)).astype(np.float32)
         # An infinity times zero, in the sums themselves, would be NaN: w has none.
         assert np.isnan(y[0]).all() and np.isposinf(y[1]).all() and (y[3] > 1e38).all()
         if activation is not None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import ALL_GATHER, AXIS, REDUCE_SCATTER, mesh_of, team_size
+from harness import ALL_GATHER, AXIS, REDUCE_SCATTER, mesh_of, team_size, whole
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,7 +50,7 @@ def operand(mesh):
 
 def assert_near(ours, theirs):
     for got, wanted in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+        got, wanted = whole(got).astype(np.float64), whole(wanted).astype(np.float64)
         assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
 
 

@@ -21,6 +21,7 @@ from harness import (
     put,
     relative_error,
     team_size,
+    whole,
 )
 from jax.sharding import PartitionSpec as P
 
@@ -55,7 +56,7 @@ def check(case, seed, **options):
     poison_gathered(case, mesh)
     y, gathered = gathering(case, mesh, **options)(*placed(case, mesh, x, w))
     assert_equal(case, y, exact_product(case, ranks, x, w))
-    for copy in np.split(np.asarray(gathered), ranks, axis=-1):
+    for copy in np.split(whole(gathered), ranks, axis=-1):
         assert_equal(case, copy, x)
 
 
@@ -114,7 +115,7 @@ def test_stress():
         run(xs, ws, wants, whole, np.int32(i % kinds), np.int32(rng.integers(ranks)), np.int32(rng.integers(2) * 100))
         for i in range(100)
     ]
-    assert not np.any([np.asarray(each) for each in wrong])
+    assert not np.any([whole(each) for each in wrong])
 
 
 def mlp(mesh, strategy, form, policy=None):

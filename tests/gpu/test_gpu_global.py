@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import ALL_GATHER, ALL_REDUCE, AXIS, REDUCE_SCATTER, mesh_of, team_size
+from harness import ALL_GATHER, ALL_REDUCE, AXIS, REDUCE_SCATTER, mesh_of, team_size, whole
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,7 +67,7 @@ def test_mlp(mode, residuals):
         gradient = jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))
         if mode == "partial":  # of two GPUs, none are left for the manual axis; an axis of one has no gradients
             gradient = jax.jit(functools.partial(loss, f))
-        results[strategy] = jax.tree.map(lambda v: np.asarray(v, np.float64), (jax.jit(f)(*args), gradient(*args)))
+        results[strategy] = jax.tree.map(lambda v: whole(v).astype(np.float64), (jax.jit(f)(*args), gradient(*args)))
         if strategy == "fused":
             text = jax.jit(f).lower(*args).compile().as_text()
             assert all(f"entwine_{op}" in text for op in (ALL_GATHER, REDUCE_SCATTER))
@@ -115,7 +115,7 @@ def test_all_reduce(mode):
     assert not [name for name in COLLECTIVES if f"{name}(" in text or f"{name}-start(" in text]
     ours, theirs = (jax.tree.leaves(of(strategy)(*args)) for strategy in ("fused", "xla"))
     for got, wanted in zip(ours, theirs, strict=True):
-        got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+        got, wanted = whole(got).astype(np.float64), whole(wanted).astype(np.float64)
         assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
 
 

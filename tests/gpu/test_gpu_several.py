@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import ALL_GATHER, ALL_REDUCE, AXIS, EXACT, REDUCE_SCATTER, mesh_of, put, relative_error, team_size
+from harness import ALL_GATHER, ALL_REDUCE, AXIS, EXACT, REDUCE_SCATTER, mesh_of, put, relative_error, team_size, whole
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -23,7 +23,7 @@ def draw(shape, seed, dtype=jnp.bfloat16):
 
 
 def wide(value):
-    return np.asarray(value, np.float64)
+    return whole(value).astype(np.float64)
 
 
 def assert_exact(got, want):

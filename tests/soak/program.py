@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu.harness import delayed
+from gpu.harness import delayed, put
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
@@ -77,7 +77,7 @@ class Built:
         return wrong
 
     def _put(self, value: np.ndarray, spec: P, dtype: str) -> Any:
-        return jax.device_put(value.astype(jnp.dtype(dtype)), NamedSharding(self.mesh, P(None, *spec)))
+        return put(value.astype(jnp.dtype(dtype)), self.mesh, P(None, *spec))
 
     def _rank(self, i: jax.Array, j: jax.Array, slow: jax.Array, steps: jax.Array, data: Any) -> jax.Array:
         firsts = {*itertools.accumulate((call.xs for call in self.program.calls), initial=0)}

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any
 
+from gpu import lockstep
+
 FAULTS = ("wrong", "hung", "error", "crashed")
 # Rounds end with a rank that lacks a call, on CPU, where a process outlives that.
 ABSENT = ("peers_absent", "reported_in_time")
@@ -84,22 +86,27 @@ class Report:
         return self.counts["launches"] > 0 and told and not any(self.counts[name] for name in FAULTS)
 
 
-def events(child: subprocess.Popen[str]) -> queue.Queue[dict[str, Any] | None]:
-    """The child's lines as they come; None at their end."""
+Children = list[subprocess.Popen[str]]
+
+
+def events(children: Children) -> queue.Queue[dict[str, Any] | None]:
+    """The children's lines as they come; None at the end of each."""
     lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
-    def read() -> None:
+    def read(child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith("{"):
                 lines.put(json.loads(line))
         lines.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
+    for child in children:
+        threading.Thread(target=read, args=(child,), daemon=True).start()
     return lines
 
 
-def child_of(report: Report, seed: int, rounds: int, seconds: float) -> subprocess.Popen[str]:
+def children_of(report: Report, seed: int, rounds: int, seconds: float) -> Children:
+    """One that has all devices, or as many as are asked for, in lockstep."""
     arguments = report.arguments
     report.epoch = EPOCHS[seed // arguments.rounds % len(EPOCHS)]
     command = [sys.executable, arguments.script, "--worker", "--seed", seed, "--rounds", rounds, "--seconds", seconds]
@@ -107,7 +114,10 @@ def child_of(report: Report, seed: int, rounds: int, seconds: float) -> subproce
         command += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
     environment = os.environ | {"ENTWINE_FIRST_EPOCH": str(report.epoch)}
     environment.setdefault("JAX_NUM_CPU_DEVICES", "8")
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment)
+    many = lockstep.environments(arguments.processes) if arguments.processes > 1 else [{}]
+    return [
+        subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment | own) for own in many
+    ]
 
 
 def supervise(arguments: argparse.Namespace) -> Report:
@@ -121,14 +131,15 @@ def supervise(arguments: argparse.Namespace) -> Report:
         enough = report.counts["launches"] >= arguments.launches or left <= 0
         if (not once and enough) or (once and seed != last):
             return report
-        seed = 1 + watch(report, child_of(report, seed, 1 if once else arguments.rounds, max(left, 1)), seed)
+        children = children_of(report, seed, 1 if once else arguments.rounds, max(left, 1))
+        seed = 1 + watch(report, children, seed, time.monotonic() + left)
         if not report.machine:  # it didn't even begin
             return report
 
 
-def watch(report: Report, child: subprocess.Popen[str], seed: int) -> int:
-    """The seed of the child's last round."""
-    lines, finished = events(child), False
+def watch(report: Report, children: Children, seed: int, end: float) -> int:
+    """The seed of the children's last round."""
+    lines, running, done = events(children), len(children), 0
     # Nothing for so long: not a compilation, and the bound on waits has passed.
     silence = 60 + 3 * report.arguments.timeout_s
     while True:
@@ -136,27 +147,40 @@ def watch(report: Report, child: subprocess.Popen[str], seed: int) -> int:
             event = lines.get(timeout=silence)
         except queue.Empty:
             report.take({"event": "hung", "seed": seed, "detail": f"no word for {silence:.0f} s"})
-            child.send_signal(signal.SIGABRT)  # its stacks go to stderr
+            for child in children:
+                child.send_signal(signal.SIGABRT)  # its stacks go to stderr
             time.sleep(2)
-            child.kill()
-            child.wait()
+            stop(children)
             return seed
         if event is None:
-            break
+            running -= 1
+            if running == 0:
+                break
+            continue
         seed = event.get("seed", seed)
-        finished = finished or event["event"] == "done"
+        done += event["event"] == "done"
         report.take(event)
-        if report.counts["launches"] >= report.arguments.launches:
-            child.kill()
-            finished = True
-    try:
-        child.wait(silence)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    if not finished:
-        report.take({"event": "crashed", "seed": seed, "detail": f"exit status {child.returncode}"})
+        # In lockstep none of them may look at a clock of its own.
+        late = len(children) > 1 and time.monotonic() > end
+        if report.counts["launches"] >= report.arguments.launches or late:
+            stop(children)
+            return seed
+    statuses = [child.returncode for child in stop(children, silence)]
+    if done < len(children):
+        report.take({"event": "crashed", "seed": seed, "detail": f"exit statuses {statuses}"})
     return seed
+
+
+def stop(children: Children, patience: float = 0) -> Children:
+    """Ends those that don't end by themselves."""
+    end = time.monotonic() + patience
+    for child in children:
+        try:
+            child.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    return children
 
 
 def parse(script: pathlib.Path, description: str | None) -> argparse.Namespace:
@@ -169,6 +193,9 @@ def parse(script: pathlib.Path, description: str | None) -> argparse.Namespace:
     parser.add_argument("--launches-each", type=int, default=100, help="of a program, on average")
     parser.add_argument("--rounds", type=int, default=10, help="of a process")
     parser.add_argument("--timeout-s", type=float, default=20, help="bound on a wait for a peer")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="on GPUs: so many in lockstep, as tests/gpu/lockstep.py"
+    )
     parser.add_argument("--platform", choices=["any", "cpu"], default="any")
     parser.add_argument(
         "--leaks", action="store_true", help="measure what calls and compilations leave in memory instead"

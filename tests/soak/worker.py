@@ -12,6 +12,7 @@ import dataclasses
 import faulthandler
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu.lockstep import join, shared
 from gpu.spinner import Spinner
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -38,8 +40,13 @@ GAVE_UP = re.compile("waited|LAUNCH_FAILED|launch failure|ILLEGAL_INSTRUCTION|il
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
+# What every process of several says for itself.
+BY_EACH = ("wrong", "hung", "error", "done")
+
+
 def emit(event: str, **facts: Any) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
+    if event in BY_EACH or jax.process_index() == 0:
+        print(json.dumps({"event": event, **facts}), flush=True)
 
 
 def machine(timeout_s: float) -> draw.Machine:
@@ -87,8 +94,8 @@ class Launch:
 
 @functools.cache
 def spinners() -> list[Spinner]:
-    """On all GPUs."""
-    return [Spinner(device.local_hardware_id) for device in jax.devices()]
+    """On all GPUs of this process."""
+    return [Spinner(device.local_hardware_id) for device in jax.local_devices()]
 
 
 class Round:
@@ -96,10 +103,17 @@ class Round:
 
     def __init__(self, seed: int, on: draw.Machine, programs: int, launches: int, end: float) -> None:
         self.seed, self.rng, self.launches, self.on, self.end = seed, random.Random(seed), launches, on, end
-        self.drawn = [draw.program(on, self.rng) for _ in range(programs)]
+        self.drawn = [self.draw() for _ in range(programs)]
         self.built: list[Built | None] = []
         self.failed, self.late, self.stalled = False, 0, 0
         self.spinners = spinners() if on.platform == "gpu" else []
+
+    def draw(self) -> draw.Program:
+        """For all devices, where each has a process of its own that must take part."""
+        while True:
+            program = draw.program(self.on, self.rng)
+            if jax.process_count() == 1 or len(program.order) == self.on.devices:
+                return program
 
     def run(self) -> None:
         emit("round", seed=self.seed)
@@ -165,14 +179,14 @@ class Round:
 
     def check(self, launch: Launch) -> None:
         try:
-            wrong = np.asarray(launch.wrong)
+            wrong = {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in launch.wrong.addressable_shards}
         except Exception as error:
             kind = "hung" if GAVE_UP.search(str(error)) else "error"
             self.report(kind, launch.which, launch.number, f"{type(error).__name__}: {error}")
             self.failed = True
             return
-        for device, result in np.argwhere(wrong[..., 0]):
-            count, first, got, want = map(int, wrong[device, result])
+        for device, result in [(i, j) for i, results in sorted(wrong.items()) for j in np.flatnonzero(results[:, 0])]:
+            count, first, got, want = map(int, wrong[device][result])
             detail = f"device {device}, result {result}: {count} wrong, the first is number {first}: {got}, not {want}"
             self.report("wrong", launch.which, launch.number, detail)
             break
@@ -186,9 +200,11 @@ def work(arguments: argparse.Namespace) -> None:
     faulthandler.enable()
     if arguments.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
+    join()
     on = machine(arguments.timeout_s)
-    emit("machine", platform=on.platform, devices=on.devices, kind=jax.devices()[0].device_kind, types=on.types)
-    end = time.monotonic() + arguments.seconds
+    facts = {"platform": on.platform, "devices": on.devices, "kind": jax.devices()[0].device_kind, "types": on.types}
+    emit("machine", **facts, processes=jax.process_count(), shared=shared())
+    end = time.monotonic() + arguments.seconds if jax.process_count() == 1 else math.inf  # the supervisor ends several
     for seed in range(arguments.seed, arguments.seed + arguments.rounds):
         each = Round(seed, on, arguments.programs, arguments.programs * arguments.launches_each, end)
         each.run()
