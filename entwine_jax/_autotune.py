@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import jax
 
-from . import _candidates, _explain, _strategy, _tuned
+from . import _candidates, _explain, _obstacles, _strategy, _tuned
 from ._agreed import agreed
 from ._config import OURS
 from ._measure import Bench, Product
@@ -187,7 +187,7 @@ def _signals(found: _Found) -> list[Plan]:
     request, x, w = found.product.request, cast(Any, found.product.x), cast(Any, found.product.w)
     if request.settings.strategy == "fused" or found.product.z is not None:
         return []
-    problem = _strategy.signal_obstacle(request, x, w)
+    problem = _obstacles.signal_obstacle(request, x, w)
     return _candidates.signals(None if problem is not None else _strategy.signal_plan(request, x, w))
 
 

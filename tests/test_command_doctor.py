@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from entwine_jax import _strategy
+from entwine_jax import _obstacles
 from entwine_jax._command import _doctor, main
 
 
@@ -33,9 +33,9 @@ def gpus(monkeypatch, count, nccl, peers=None):
     monkeypatch.setattr(_doctor.jax, "devices", lambda: [Gpu(i) for i in range(count)])
     monkeypatch.setattr(_doctor._core, "cuda_built", lambda: True)
     monkeypatch.setattr(_doctor._core, "nccl", lambda: nccl, raising=False)
-    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: peers)
-    monkeypatch.setattr(_strategy, "hopper_obstacle", lambda: None)
-    monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: peers)
+    monkeypatch.setattr(_obstacles, "hopper_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
 
 
 def test_two_gpus(monkeypatch, capsys):

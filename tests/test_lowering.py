@@ -9,7 +9,7 @@ import pytest
 from helpers import OPS, fused, mesh_of, spread
 
 import entwine_jax
-from entwine_jax import _strategy, _team
+from entwine_jax import _obstacles, _strategy, _team
 
 # Any op over four ranks.
 ARGS = jax.ShapeDtypeStruct((2, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((32, 96), jnp.bfloat16)
@@ -40,7 +40,7 @@ def pretend_gpus(monkeypatch):
 
     monkeypatch.setattr(_team, "resolve", resolve_cuda)
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
-    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
 
 
 def test_attribute_names_are_the_handlers():

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import Config, _config, _strategy, _team
+from entwine_jax import Config, _config, _obstacles, _strategy, _team
 
 GATHER, SCATTER, REDUCE = OPS
 SUMS = SCATTER, REDUCE
@@ -387,8 +387,8 @@ def test_sums_of_float8(op, strategy, dtype):
 def test_few_rows_have_calls_of_their_own(monkeypatch):
     """The kernels for few rows take one product."""
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
-    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: None)
-    monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
     team = _team.Team(
         **{"axis_name": ("t",), "size": 2, "groups": (0, 1), "other_axes": (), "loose_axes": (), "platform": "cuda"}
     )

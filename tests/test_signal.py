@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import Config, _config, _core, _strategy, _team
+from entwine_jax import Config, _config, _core, _obstacles, _strategy, _team
 
 GATHER, SCATTER, REDUCE = OPS
 MANY = Config(tile_m=8, tile_n=16, group_waves=1)
@@ -241,7 +241,7 @@ def test_settings(monkeypatch):
 def gpus(monkeypatch):
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
     for name in ("peer_obstacle", "hopper_obstacle", "span_obstacle"):
-        monkeypatch.setattr(_strategy, name, lambda: None)
+        monkeypatch.setattr(_obstacles, name, lambda: None)
 
 
 def choose(op=SCATTER, strategy="auto", dtype=jnp.bfloat16, m=8192, n=8192, k=3584, size=2, config=None, **request):
@@ -275,7 +275,7 @@ def test_plans_on_gpus(op):
 def test_without_peer_access(op, monkeypatch):
     """Named, it runs; auto takes it where it is predicted to win over XLA, which goes through host memory too."""
     why = "device 0 can't access the memory of device 1"
-    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: why)
+    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: why)
     assert choose(op, "signal").plan.far
     choice = choose(op, k=8192)
     assert choice.strategy == "signal" and choice.plan.far and why in choice.reason and "us on XLA" in choice.reason
@@ -283,7 +283,7 @@ def test_without_peer_access(op, monkeypatch):
     assert choose(op, dtype=jnp.float32).strategy == "xla"
     with pytest.raises(NotImplementedError, match=f"strategy='fused' can't run.*{why}"):
         choose(op, "fused")
-    monkeypatch.setattr(_strategy, "hopper_obstacle", lambda: "device 0 has compute capability 8.0")
+    monkeypatch.setattr(_obstacles, "hopper_obstacle", lambda: "device 0 has compute capability 8.0")
     assert choose(op, k=8192).strategy == "xla"
     with pytest.raises(NotImplementedError, match=r"strategy='signal' can't run.*capability 8\.0"):
         choose(op, "signal")
@@ -291,11 +291,11 @@ def test_without_peer_access(op, monkeypatch):
 
 def test_the_switch_for_tests(monkeypatch):
     monkeypatch.setenv("ENTWINE_PEER_ACCESS", "0")
-    _strategy.peer_obstacle.cache_clear()
+    _obstacles.peer_obstacle.cache_clear()
     try:
-        assert "ENTWINE_PEER_ACCESS=0" in _strategy.peer_obstacle()
+        assert "ENTWINE_PEER_ACCESS=0" in _obstacles.peer_obstacle()
     finally:
-        _strategy.peer_obstacle.cache_clear()
+        _obstacles.peer_obstacle.cache_clear()
 
 
 def test_tuned(measure):

@@ -8,16 +8,16 @@ import pytest
 from helpers import OPS
 
 import entwine_jax
-from entwine_jax import _config, _strategy, _team
+from entwine_jax import _config, _obstacles, _strategy, _team
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
     """An extension built with CUDA and four GPUs that see each other."""
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
-    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: None)
-    monkeypatch.setattr(_strategy, "hopper_obstacle", lambda: None)
-    monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "hopper_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
 
 
 def choose(
@@ -206,7 +206,7 @@ def test_float8_not_fused(options, reason):
 
 
 def test_without_cuda_or_peers(monkeypatch):
-    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: "GPU 1 can't read the memory of GPU 0")
+    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: "GPU 1 can't read the memory of GPU 0")
     assert "memory of GPU 0" in choose().reason
     with pytest.raises(NotImplementedError, match="memory of GPU 0"):
         choose(strategy="fused")
@@ -216,7 +216,7 @@ def test_without_cuda_or_peers(monkeypatch):
 
 def test_several_nvlink_domains(monkeypatch):
     """Tracing can't see which devices a team is made of: auto stays on the safe side, a named strategy is trusted."""
-    monkeypatch.setattr(_strategy, "span_obstacle", lambda: "the GPUs lie in 2 NVLink domains")
+    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: "the GPUs lie in 2 NVLink domains")
     assert choose().strategy == "xla"
     assert choose(strategy="fused").strategy == "fused"
 

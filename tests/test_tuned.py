@@ -13,7 +13,7 @@ from helpers import mesh_of, spread
 from tuning import entry
 
 import entwine_jax
-from entwine_jax import Config, _config, _core, _strategy, _team, _tuned
+from entwine_jax import Config, _config, _core, _obstacles, _strategy, _team, _tuned
 
 SHAPES = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
 KEY = "all_gather_matmul float32(1, 16, 32) @ float32(32, 16) -> float32, 4 ranks, shared memory"
@@ -125,7 +125,7 @@ def test_tables_in_order(tuned_cache, tmp_path, monkeypatch):
     # In several processes files may differ, unless somebody vouches for them.
     _tuned.forget()
     monkeypatch.setattr(_strategy.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(_strategy, "_cpu_obstacle", lambda *_: None)
+    monkeypatch.setattr(_obstacles, "_cpu_obstacle", lambda *_: None)
     assert traced().plan.raster == 1
     assert traced(config=Config(tuned=True)).plan.raster == 2
 
@@ -148,8 +148,8 @@ H200 = {"target": "sm90", "tile_m": 256, "tile_n": 128, "raster": 8, "lead": 58,
 def choose(monkeypatch, gathers=False, strategy="auto", m=2048, **options):
     """On GPUs that aren't here."""
     monkeypatch.setattr(_core, "cuda_built", lambda: True)
-    monkeypatch.setattr(_strategy, "peer_obstacle", lambda: None)
-    monkeypatch.setattr(_strategy, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
     monkeypatch.setattr(_tuned, "device_kind", lambda platform: "NVIDIA H200")
     team = _team.Team(("t",), 2, (0, 1), (), (), "cuda")
     settings = _config.resolve("all_gather_matmul", strategy, Config(**options) if options else None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .. import _core, _strategy, _tuned
+from .. import _core, _obstacles, _tuned
 from ._usage import subcommand
 
 _PACKAGES = ("entwine_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13")
@@ -34,12 +34,12 @@ def examine() -> dict[str, Any]:
         "nccl": None,
         "host_executor": any(device["platform"] == "cpu" for device in devices),
     }
-    found["obstacles"] = _obstacles(found)
+    found["obstacles"] = _fused_obstacles(found)
     found["signal_obstacles"] = _signal_obstacles(found)
     return found
 
 
-def _obstacles(found: dict[str, Any]) -> list[str]:
+def _fused_obstacles(found: dict[str, Any]) -> list[str]:
     obstacles = []
     if not found["cuda_built"]:
         obstacles.append("entwine_jax was built without CUDA: reinstall it where nvcc 13 is on the path")
@@ -52,7 +52,7 @@ def _obstacles(found: dict[str, Any]) -> list[str]:
         version, where, why = _core.nccl()
         found["nccl"] = {"version": version, "library": where}
         obstacles += [why] if why else []
-        obstacles += [each for each in (_strategy.peer_obstacle(), _strategy.span_obstacle()) if each]
+        obstacles += [each for each in (_obstacles.peer_obstacle(), _obstacles.span_obstacle()) if each]
     return obstacles
 
 
@@ -60,8 +60,8 @@ def _signal_obstacles(found: dict[str, Any]) -> list[str]:
     """Of strategy "signal", which needs no peer access."""
     if not found["cuda_built"] or not any(device["platform"] in ("gpu", "cuda") for device in found["devices"]):
         return [*found["obstacles"][:2]]
-    known = (_strategy.peer_obstacle(), _strategy.span_obstacle())
-    hopper = _strategy.hopper_obstacle()
+    known = (_obstacles.peer_obstacle(), _obstacles.span_obstacle())
+    hopper = _obstacles.hopper_obstacle()
     return [each for each in found["obstacles"] if each not in known] + ([hopper] if hopper else [])
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import _autotune, _strategy, _tuned
+from entwine_jax import _autotune, _obstacles, _tuned
 from entwine_jax._agreed import agreed
 
 address, process = sys.argv[1], int(sys.argv[2])
@@ -67,7 +67,7 @@ class Bench:
         return lambda repeats: agreed(repeats * (1e-3 if fast else 2e-3))
 
 
-_strategy._cpu_obstacle = lambda *_: None
+_obstacles._cpu_obstacle = lambda *_: None
 _autotune.Bench = Bench
 with tempfile.TemporaryDirectory() as own:
     os.environ |= {"ENTWINE_CACHE_DIR": own}

@@ -1,0 +1,145 @@
+"""What is asked for, and what comes of it: a request, its sizes, a plan, a choice."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _core
+from ._config import OURS, Settings
+from ._team import Team
+
+TARGETS = {"cpu": "host", "cuda": "sm90"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A collective matmul as asked for: everything but the operands."""
+
+    op: str
+    team: Team
+    transpose_w: bool  # w is (n, k)
+    dtype: np.dtype[Any]  # of the result
+    precision: Any
+    settings: Settings
+    gathers: bool = False  # also returns a gathered array: all of x, or reduce-scatter's third operand
+    saves: bool = False  # all-gather keeps the gathered x for its weight gradient
+    scaled: bool = False  # float8 operands, and the scale of their product for another one
+    biased: bool = False  # has a bias for an operand: float32, one number for each column of the result
+    activation: str | None = None  # of _config.ACTIVATIONS
+    products: int = 1  # in one call: of one x and several w (all-gather), or of pairs whose products are added
+    # All-gather: `biased` and `activation` of the products after the first.
+    others: tuple[tuple[bool, str | None], ...] = ()
+
+    def bare(self) -> "Request":
+        """Without the epilogue."""
+        return self.finished([False] * len(self.biases), [None] * len(self.biases))
+
+    @property
+    def biases(self) -> tuple[bool, ...]:
+        """Whether each result has a bias."""
+        return self.biased, *(biased for biased, _ in self.others)
+
+    @property
+    def activations(self) -> tuple[str | None, ...]:
+        """Of each result."""
+        return self.activation, *(activation for _, activation in self.others)
+
+    def finished(self, biases: Sequence[bool], activations: Sequence[str | None]) -> "Request":
+        """With these in place of its own."""
+        (biased, activation), *others = zip(biases, activations, strict=True)
+        return dataclasses.replace(self, biased=biased, activation=activation, others=(*others,))
+
+    def alone(self, i: int) -> "Request":
+        """For one of its products in a call of its own. If their sum has an epilogue, that is left to do."""
+        gather = self.op == "all_gather_matmul"
+        biased, activation = (self.biases[i], self.activations[i]) if gather else (False, None)
+        return dataclasses.replace(self, products=1, others=(), biased=biased, activation=activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Schedule and launch shape; cc/schedule/plan.h says what each number means."""
+
+    target: str
+    tile_m: int
+    tile_n: int
+    raster: int
+    lead: int
+    transport: str
+    pushers: int
+    copiers: int
+    few_rows: bool  # sm90: the kernels for few rows, to which the numbers above mean nothing
+    # Strategy "signal", which knows tiles and raster of the above; cc/schedule/group_search.h. 0: a plan of "fused".
+    comm_sms: int = 0
+    group_waves: int = 0
+    far: bool = False
+
+    @property
+    def strategy(self) -> str:
+        return "signal" if self.comm_sms else "fused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    strategy: str
+    reason: str
+    plan: Plan | None = None
+    # The key by which tables were asked: of the call as it was traced, which vmap may make larger.
+    asked: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def ours(self) -> bool:
+        """Whether a call of this library's runs it, or XLA."""
+        return self.strategy in OURS
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    batch: int
+    m_shard: int
+    n: int
+    k: int
+    missing: int = 0  # all-reduce: rows that the last chunks are short of
+
+
+def sizes(request: Request, x: tuple[int, ...], w: tuple[int, ...]) -> Sizes:
+    """Of x (batch, rows, k) and w (k, n) or (n, k). An all-reduce takes the rows of all batches as one matrix."""
+    scatter = request.op == "matmul_reduce_scatter"
+    n = w[0] if request.transpose_w else w[1]
+    if request.op == "matmul_all_reduce":
+        target = TARGETS[request.team.platform]
+        m_shard, missing = _core.chunk_rows(target, ranks=request.team.size, rows=x[0] * x[1])
+        return Sizes(1, m_shard, n, x[2], missing)
+    return Sizes(x[0], x[1] // request.team.size if scatter else x[1], n, x[2])
+
+
+def joined(request: Request, pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """x and w, as types, of one product with all columns of all-gather's w, or all of the others' contraction."""
+    if len(pairs) == 1:
+        return pairs[0]
+    (x, w), gather = pairs[0], request.op == "all_gather_matmul"
+    dim = 0 if gather == request.transpose_w else 1  # of w
+    shape = list(w.shape)
+    shape[dim] = sum(each.shape[dim] for _, each in pairs)
+    k = x.shape[2] if gather else shape[dim]
+    return jax.ShapeDtypeStruct((*x.shape[:2], k), x.dtype), jax.ShapeDtypeStruct((*shape,), w.dtype)
+
+
+def geometry(request: Request, x: jax.Array, w: jax.Array) -> dict[str, int]:
+    return {"ranks": request.team.size} | dataclasses.asdict(sizes(request, x.shape, w.shape))
+
+
+def all_rows(request: Request, shape: Sizes) -> int:
+    return request.team.size * shape.batch * shape.m_shard - shape.missing
+
+
+def wants_tiles(request: Request) -> bool:
+    """Whether a call can't be for the kernels for few rows: these gather nothing for others and take 16-bit operands,
+    and who sets a number of the tiles' schedule means tiles."""
+    config = request.settings.config
+    numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
+    meant = config.few_rows is None and any(value is not None for value in numbers)
+    return request.gathers or request.scaled or request.products > 1 or config.few_rows is False or meant
