@@ -10,6 +10,7 @@ from jax import lax
 
 from . import _core, _signal
 from ._request import TARGETS, Request, all_rows, sizes
+from ._team import Team
 
 # cc/schedule: kMaxRanks; the row pitch that TMA needs.
 _MAX_RANKS = 8
@@ -132,12 +133,29 @@ def peer_obstacle() -> str | None:
 
 
 @functools.cache
-def span_obstacle() -> str | None:
-    """Whether some team may reach beyond one NVLink domain: a traced mesh doesn't tell which devices it is made of."""
-    slices = {getattr(device, "slice_index", 0) for device in jax.devices("cuda")}
-    if len(slices) > 1:
-        return f"the GPUs lie in {len(slices)} NVLink domains (strategy='fused' if each team keeps within one)"
-    return None
+def domains() -> tuple[int, ...]:
+    """The NVLink domain of each GPU, a host in most machines, in the order of jax.devices()."""
+    return tuple(getattr(device, "partition_index", 0) for device in jax.devices("cuda"))
+
+
+def span_obstacle(team: Team) -> str | None:
+    """Whether the team, or another along its axis, reaches beyond one NVLink domain, as far as can be known while JAX
+    traces: a mesh doesn't tell its devices then, and is taken to have all there are in their order."""
+    if len(set(domains())) == 1:
+        return None
+    if len(team.groups) != len(domains()):
+        return (
+            f"the mesh has {len(team.groups)} of {len(domains())} GPUs in {len(set(domains()))} NVLink domains, and "
+            "tracing doesn't tell which (strategy='fused' if each team keeps within one)"
+        )
+    teams = (team.groups[first : first + team.size] for first in range(0, len(team.groups), team.size))
+    most = max(len({domains()[i] for i in ranks}) for ranks in teams)
+    if most == 1:
+        return None
+    return (
+        f"a team along this axis spans {most} NVLink domains if the mesh has its devices in the order of jax.devices() "
+        "(strategy='fused' if each keeps within one)"
+    )
 
 
 def no_peers() -> str | None:

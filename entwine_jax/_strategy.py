@@ -75,7 +75,7 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     if wanted == "auto" and (instead := _instead(request, x, w, entry, asked, problem)) is not None:
         return instead
     # A user who names "fused" vouches for what can't be seen while tracing.
-    problem = problem or (_obstacles.span_obstacle() if wanted == "auto" and team.platform == "cuda" else None)
+    problem = problem or (_obstacles.span_obstacle(team) if wanted == "auto" and team.platform == "cuda" else None)
     if problem is not None:
         return Choice("xla", problem)
     copy = ""

@@ -35,7 +35,7 @@ def gpus(monkeypatch, count, nccl, peers=None):
     monkeypatch.setattr(_doctor._core, "nccl", lambda: nccl, raising=False)
     monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: peers)
     monkeypatch.setattr(_obstacles, "hopper_obstacle", lambda: None)
-    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "domains", lambda: tuple(i // 2 for i in range(count)))
 
 
 def test_two_gpus(monkeypatch, capsys):
@@ -44,6 +44,13 @@ def test_two_gpus(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "NCCL: 2.28.9 /lib/libnccl.so.2" in told and "strategy 'fused' on GPUs: yes" in told
     assert "device 1: gpu, NVIDIA H200, compute capability 9.0" in told
+    assert "domains" not in told
+
+
+def test_two_hosts(monkeypatch, capsys):
+    gpus(monkeypatch, 4, ("2.28.9", "/lib/libnccl.so.2", ""))
+    assert main(["doctor"]) == 0
+    assert "NVLink domains: 2; a team that keeps within one can be fused" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,7 @@ def test_few_rows_have_calls_of_their_own(monkeypatch):
     """The kernels for few rows take one product."""
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
     monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
-    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "domains", lambda: (0,))
     team = _team.Team(
         **{"axis_name": ("t",), "size": 2, "groups": (0, 1), "other_axes": (), "loose_axes": (), "platform": "cuda"}
     )

@@ -17,7 +17,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
     monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
     monkeypatch.setattr(_obstacles, "hopper_obstacle", lambda: None)
-    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "domains", lambda: (0,) * 4)
 
 
 def choose(
@@ -214,11 +214,25 @@ def test_without_cuda_or_peers(monkeypatch):
     assert "built without CUDA" in choose().reason
 
 
-def test_several_nvlink_domains(monkeypatch):
-    """Tracing can't see which devices a team is made of: auto stays on the safe side, a named strategy is trusted."""
-    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: "the GPUs lie in 2 NVLink domains")
-    assert choose().strategy == "xla"
-    assert choose(strategy="fused").strategy == "fused"
+@pytest.mark.parametrize(
+    "groups, reason",
+    [
+        (range(8), None),  # (2, 4): tensor parallelism within a host
+        ((0, 4, 1, 5, 2, 6, 3, 7), "a team along this axis spans 2 NVLink domains"),  # (4, 2), transposed
+        ((0, 1, 2, 4, 3, 5, 6, 7), "a team along this axis spans 2 NVLink domains"),  # some teams do, some don't
+        (range(4), "the mesh has 4 of 8 GPUs in 2 NVLink domains"),  # whose devices could be any
+    ],
+)
+def test_several_nvlink_domains(monkeypatch, groups, reason):
+    """Two hosts of four GPUs. A named strategy is trusted."""
+    monkeypatch.setattr(_obstacles, "domains", lambda: (0, 0, 0, 0, 1, 1, 1, 1))
+    shape = {"size": 2 if groups == (0, 1, 2, 4, 3, 5, 6, 7) else 4, "groups": tuple(groups)}
+    for op in OPS:
+        large = {"m": 4096, "n": 8192, "k": 4096, **shape}
+        assert choose(op, strategy="fused", **large).strategy == "fused"
+        choice = choose(op, **large)
+        assert choice.strategy == ("fused" if reason is None else "xla")
+        assert reason is None or reason in choice.reason
 
 
 def test_equal_requests_trace_once():

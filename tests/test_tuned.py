@@ -149,7 +149,7 @@ def choose(monkeypatch, gathers=False, strategy="auto", m=2048, **options):
     """On GPUs that aren't here."""
     monkeypatch.setattr(_core, "cuda_built", lambda: True)
     monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
-    monkeypatch.setattr(_obstacles, "span_obstacle", lambda: None)
+    monkeypatch.setattr(_obstacles, "domains", lambda: (0,))
     monkeypatch.setattr(_tuned, "device_kind", lambda platform: "NVIDIA H200")
     team = _team.Team(("t",), 2, (0, 1), (), (), "cuda")
     settings = _config.resolve("all_gather_matmul", strategy, Config(**options) if options else None)

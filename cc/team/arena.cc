@@ -92,8 +92,9 @@ Arena const* Team::find_or_make(schedule::ArenaDemand const& demand, std::string
   return make(schedule::grown(last, demand), why) ? &arenas_.back() : nullptr;
 }
 
-// A rank that fails alone must not leave the others in a collective: all vote, and all go on or none.
-bool Team::all_ok(bool ok, std::string* why) {
+// A rank that fails alone must not leave the others in a collective: all vote, and all go on or none. `others`: what to say if
+// only another one failed.
+bool Team::all_ok(bool ok, char const* others, std::string* why) {
   int vote = ok ? 1 : 0;
   cudaError_t error = cudaMemcpyAsync(vote_, &vote, sizeof vote, cudaMemcpyHostToDevice, stream_);
   int nccl = nccl_->all_reduce(vote_, vote_, 1, kNcclInt32, kNcclMin, communicator_, stream_);
@@ -104,7 +105,7 @@ bool Team::all_ok(bool ok, std::string* why) {
                      : cuda_error("the team can't agree", error);
     return false;
   }
-  if (vote == 0 && ok) *why = "another rank of the team failed to make its arena";
+  if (vote == 0 && ok) *why = others;
   return vote == 1;
 }
 
@@ -132,7 +133,7 @@ bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
            " outside XLA's own pool: lower XLA_PYTHON_CLIENT_MEM_FRACTION, split the matmul, or pass strategy=\"xla\"";
   }
   if (error != cudaSuccess) *why = cuda_error("clearing the arena", error);
-  if (!all_ok(nccl == 0 && error == cudaSuccess, why)) {
+  if (!all_ok(nccl == 0 && error == cudaSuccess, "another rank of the team failed to make its arena", why)) {
     if (memory != nullptr) nccl_->mem_free(memory);
     return false;
   }
@@ -159,9 +160,9 @@ bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
     mapped = error == cudaSuccess && head.local_rank == rank_;  // else the team spans NVLink domains
     for (int r = 0; r < size_; ++r) arena.base[r] = head.base + (uint64_t{head.stride_4g} << 32) * static_cast<uint64_t>(r);
   }
-  if (mapped == false && why->empty())
-    *why = "the team's GPUs are not in one NVLink domain: pass strategy=\"xla\", or a mesh axis whose devices are";
-  if (!all_ok(mapped, why)) return false;  // the window stays: deregistering would be one more collective
+  char const* apart = "the team's GPUs are not in one NVLink domain: pass strategy=\"xla\", or a mesh axis whose devices are";
+  if (!mapped && why->empty()) *why = apart;
+  if (!all_ok(mapped, apart, why)) return false;  // the window stays: deregistering would be one more collective
   arenas_.push_back(arena);
   return true;
 }

@@ -44,7 +44,7 @@ class Team {
   Team(Nccl const* nccl, NcclComm communicator, int device) : nccl_(nccl), communicator_(communicator), device_(device) {}
   bool start(std::string* why);
   bool make(schedule::ArenaLayout const& layout, std::string* why);
-  bool all_ok(bool ok, std::string* why);
+  bool all_ok(bool ok, char const* others, std::string* why);
 
   Nccl const* nccl_;
   NcclComm communicator_;

@@ -32,6 +32,7 @@ def examine() -> dict[str, Any]:
         "cuda_built": _core.cuda_built(),
         "devices": devices,
         "nccl": None,
+        "nvlink_domains": None,
         "host_executor": any(device["platform"] == "cpu" for device in devices),
     }
     found["obstacles"] = _fused_obstacles(found)
@@ -52,7 +53,9 @@ def _fused_obstacles(found: dict[str, Any]) -> list[str]:
         version, where, why = _core.nccl()
         found["nccl"] = {"version": version, "library": where}
         obstacles += [why] if why else []
-        obstacles += [each for each in (_obstacles.peer_obstacle(), _obstacles.span_obstacle()) if each]
+        found["nvlink_domains"] = len(set(_obstacles.domains()))
+        peers = _obstacles.peer_obstacle()
+        obstacles += [peers] if peers else []
     return obstacles
 
 
@@ -60,9 +63,8 @@ def _signal_obstacles(found: dict[str, Any]) -> list[str]:
     """Of strategy "signal", which needs no peer access."""
     if not found["cuda_built"] or not any(device["platform"] in ("gpu", "cuda") for device in found["devices"]):
         return [*found["obstacles"][:2]]
-    known = (_obstacles.peer_obstacle(), _obstacles.span_obstacle())
-    hopper = _obstacles.hopper_obstacle()
-    return [each for each in found["obstacles"] if each not in known] + ([hopper] if hopper else [])
+    peers, hopper = _obstacles.peer_obstacle(), _obstacles.hopper_obstacle()
+    return [each for each in found["obstacles"] if each != peers] + ([hopper] if hopper else [])
 
 
 def _told(found: dict[str, Any]) -> str:
@@ -76,6 +78,8 @@ def _told(found: dict[str, Any]) -> str:
         lines.append(f"device {device['id']}: {device['platform']}, {device['kind']}{capability}")
     if found["nccl"] is not None:
         lines.append(f"NCCL: {found['nccl']['version'] or 'none'} {found['nccl']['library']}".rstrip())
+    if (found["nvlink_domains"] or 1) > 1:
+        lines.append(f"NVLink domains: {found['nvlink_domains']}; a team that keeps within one can be fused")
     lines += [f"strategy 'fused' on GPUs: no, {obstacle}" for obstacle in found["obstacles"]]
     if not found["obstacles"]:
         lines.append("strategy 'fused' on GPUs: yes")

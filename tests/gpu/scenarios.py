@@ -371,6 +371,27 @@ def no_peer_access() -> None:
     assert found.strategy == "signal" and found.plan is not None and found.plan.far, found
 
 
+def two_hosts(process: str) -> None:
+    """Each process takes itself for a host of its own: auto leaves teams of both to XLA, and says why; a call that was
+    to be fused all the same is an error."""
+    os.environ |= {"JAX_PARTITION_INDEX": process, "NCCL_HOSTID": f"host{process}", "NCCL_SOCKET_IFNAME": "lo"}
+    lockstep.join()
+    mesh = mesh_of()
+    case = Case(REDUCE_SCATTER, 1024, 1024, 4096)
+    x, w = placed(case, mesh, *integers(case, team_size(mesh), 1))
+    (found,) = entwine_jax.explain(program(case, mesh, strategy="auto"), x, w)
+    assert found.strategy == "xla" and "spans 2 NVLink domains" in found.reason, found
+    check_exact(case, mesh, 1, strategy="auto")
+    check_exact(case, mesh, 2, strategy="signal")
+    try:
+        jax.block_until_ready(program(case, mesh)(x, w))
+    except Exception as error:
+        print("raised:", error)
+        assert "not in one NVLink domain" in str(error), error
+        return
+    raise AssertionError("GPUs of two hosts were fused")
+
+
 SCENARIOS: dict[str, Callable[..., None]] = {
     "absent": absent,
     "arena_full": arena_full,
@@ -382,6 +403,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     "late_peer": late_peer,
     "no_peer_access": no_peer_access,
     "peer": peer,
+    "two_hosts": two_hosts,
     **company.SCENARIOS,
 }
 

@@ -27,6 +27,10 @@ def test_team(processes, strategy):
     finish(*(start("distributed", strategy, **environment) for environment in lockstep.environments(processes)))
 
 
+def test_two_hosts():
+    finish(*(start("two_hosts", i, **environment) for i, environment in enumerate(lockstep.environments(2))))
+
+
 @pytest.mark.parametrize("fate", FATES)
 def test_peer_that(fate):
     outcome = meet(fate)
