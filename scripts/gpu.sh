@@ -18,6 +18,8 @@
 #   ENTWINE_REQUIRE_GPUS   tests of up to so many GPUs fail where they can't run (default: the GPUs here, at least 2)
 #   PYTEST_ARGS            for example "-k 'ragged or few_rows' -x"
 #   TEST_JOBS              processes that run tests at once (default: 4)
+#   PROCESSES              ranks of one team that are processes, for test, soak and leaks: see tests/gpu/lockstep.py. By default one
+#                          process has all GPUs; on a machine with one GPU it is shared by two
 #   BENCH_ARGS             for bench and peers, for example "--suite epilogues", "--suite all_reduce --strategy fused,auto", "--suite strategies"
 #   TUNE_ARGS              for tune, for example "--suite small --seconds 60"
 #   BENCH_SECONDS          the most that each of them may take (default: 300 and 420)
@@ -36,7 +38,8 @@ python=${PYTHON:-python3}
 steps=${*:-build smoke teams test demo example bench}
 [[ $steps == --soak ]] && steps="build soak sanitize"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
-export ENTWINE_REQUIRE_GPUS=${ENTWINE_REQUIRE_GPUS:-$((gpus > 2 ? gpus : 2))}
+processes=${PROCESSES:-$((gpus == 1 ? 2 : 1))}
+export ENTWINE_REQUIRE_GPUS=${ENTWINE_REQUIRE_GPUS:-$((processes > 1 ? processes : gpus > 2 ? gpus : 2))}
 # The package is imported from where it was installed; the working directory, $work/run, has everything but the package.
 export PYTHONPATH=$work/site PYTHONUNBUFFERED=1
 summary=()
@@ -114,7 +117,9 @@ if [[ -n $steps ]]; then
   cd "$work/run" || exit 1
 fi
 
-if wants smoke; then
+if wants smoke && ((gpus == 1)); then
+  summary+=("smoke         skipped: it is for one process with two GPUs or more")
+elif wants smoke; then
   echo "== smoke"
   run smoke 60 "$python" scripts/gpu_smoke.py || steps=""
   grep -v -E '^(W|I)[0-9]{4} ' "$out/smoke.log" | tail -n 60 | cut -c1-1200
@@ -127,12 +132,13 @@ if wants teams; then
   summary+=("       $(grep -E '^[0-9]+ passed, ' "$out/teams.log" | tail -n 1)")
 fi
 
-# pytest_part NAME SECONDS FILE...: as run, in the background of others.
+# pytest_part NAME SECONDS PROCESSES FILE...: as run, in the background of others.
 pytest_part() {
-  local name=$1 limit=$2
-  shift 2
+  local name=$1 limit=$2 pytest=(-m pytest)
+  (($3 == 1)) || pytest=(tests/gpu/lockstep.py "$3")
+  shift 3
   # --capture=sys leaves the watchdog's stacks in the log; the image's pytest may be older than the project's.
-  timeout --kill-after=10 "$limit" "$python" -m pytest "$@" -v --capture=sys --tb=short --durations=8 -o minversion=8.0 \
+  timeout --kill-after=10 "$limit" "$python" "${pytest[@]}" "$@" -v --capture=sys --tb=short --durations=8 -o minversion=8.0 \
     -p no:cacheprovider "${pytest_args[@]}" >"$out/$name.log" 2>&1
   local status=$?
   echo "exit status $status" >>"$out/$name.log"
@@ -144,14 +150,14 @@ if wants test; then
   # Compiling is most of the time, so several processes share the GPUs; what takes all memory runs alone, at the end. Each takes
   # its share of the memory at start; arenas, communicators and children need some beside.
   jobs=${TEST_JOBS:-4}
-  fraction=$("$python" -c "print(0.5 / $jobs)")
+  fraction=$("$python" -c "print(0.5 / $jobs / max(1, $processes / $gpus))")
   start=$SECONDS
   for i in $(seq "$jobs"); do
-    XLA_PYTHON_CLIENT_MEM_FRACTION=$fraction pytest_part "test$i" 420 tests/gpu --ignore tests/gpu/test_gpu_children.py \
-      --part "$i/$jobs" &
+    XLA_PYTHON_CLIENT_MEM_FRACTION=$fraction pytest_part "test$i" 420 "$processes" tests/gpu \
+      --ignore tests/gpu/test_gpu_children.py --ignore tests/gpu/test_gpu_shared.py --part "$i/$jobs" &
   done
   wait
-  pytest_part test0 280 tests/gpu/test_gpu_children.py
+  ENTWINE_REQUIRE_GPUS=$gpus pytest_part test0 280 1 tests/gpu/test_gpu_children.py tests/gpu/test_gpu_shared.py
   cat "$out"/test[0-9]*.log >"$out/test.log"
   rm "$out"/test[0-9]*.log
   # 5: no test of that part was asked for.
@@ -245,10 +251,11 @@ if wants soak; then
   # The arenas are not in XLA's pool.
   # shellcheck disable=SC2086
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run soak $((seconds + 180)) "$python" scripts/soak.py --launches 1000000 --seconds "$seconds" \
-    --out "$out/soak.json" ${SOAK_ARGS:-}
+    --processes "$processes" --out "$out/soak.json" ${SOAK_ARGS:-}
   grep -E 'launches/s$|^  again|^(wrong|hung|error|crashed):' "$out/soak.log" | tail -n 12 | cut -c1-600
   # shellcheck disable=SC2086
-  XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run leaks 150 "$python" scripts/soak.py --leaks --out "$out/leaks.json" ${LEAK_ARGS:-}
+  XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run leaks 150 "$python" scripts/soak.py --leaks --processes "$processes" \
+    --out "$out/leaks.json" ${LEAK_ARGS:-}
   grep -E '^leaks: ' "$out/leaks.log" | cut -c1-600
   lost=${LOST_PEERS:-5}
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run lost_peers $((60 + 150 * lost)) "$python" tests/gpu/peers.py --times "$lost" \

@@ -1,6 +1,6 @@
 """The GPU tests in several processes that all run the same ones, as JAX programs of many processes do.
 
-    python tests/gpu/lockstep.py PROCESSES [pytest arguments, for example -k exact]
+    python tests/gpu/lockstep.py 2 tests/gpu -k exact          two processes; what follows is for pytest
 
 Each process has one GPU. Where there are fewer GPUs, processes share them, by turns of some milliseconds: that shows
 whether what is computed is right, not how fast. NCCL must be told that it is meant, and 2.30 is the oldest that can be.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -93,8 +92,7 @@ def statuses_of(children: list[subprocess.Popen[bytes]]) -> list[int]:
 
 def main() -> int:
     processes, *arguments = sys.argv[1:]
-    here = pathlib.Path(__file__).parent
-    return run([sys.executable, "-m", "pytest", str(here), *arguments], environments(int(processes)))
+    return run([sys.executable, "-m", "pytest", *arguments], environments(int(processes)))
 
 
 if __name__ == "__main__":

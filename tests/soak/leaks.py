@@ -22,6 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu.harness import put
+from gpu.lockstep import join
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -38,7 +40,7 @@ class Memory:
     """What this process has taken: of the host; of the devices by the driver's word and in XLA's pool."""
 
     def __init__(self) -> None:
-        self.devices = [device for device in jax.devices() if device.platform == "gpu"]
+        self.devices = [device for device in jax.local_devices() if device.platform == "gpu"]
         self.libc = ctypes.CDLL("libc.so.6")
         if self.devices:
             self.cuda = ctypes.CDLL("libcuda.so.1")
@@ -74,7 +76,8 @@ def growth(looks: list[int]) -> int:
 
 def operands(mesh: Mesh, m: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
     """x and w, alike on all ranks, so that any op takes them."""
-    return jnp.ones((m * mesh.size, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
+    x, w = np.ones((m * mesh.size, k), jnp.bfloat16), np.ones((k, n), jnp.bfloat16)
+    return put(x, mesh, P()), put(w, mesh, P())
 
 
 def program(mesh: Mesh, kind: int) -> Callable[..., Any]:
@@ -188,7 +191,10 @@ def judged(looks: dict[str, tuple[int, list[tuple[int, int]]]]) -> dict[str, Any
 def main(arguments: argparse.Namespace) -> int:
     if arguments.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
+    join()
     found = measure(arguments.leak_calls, arguments.leak_compilations)
+    if jax.process_index() > 0:
+        return 0
     text = json.dumps(found)
     if arguments.out is None:
         print(text)

@@ -218,6 +218,8 @@ def main(script: pathlib.Path, description: str | None) -> int:
         return 0
     if arguments.leaks:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+        if arguments.processes > 1 and lockstep.VARIABLE not in os.environ:
+            return lockstep.run([sys.executable, *sys.argv], lockstep.environments(arguments.processes))
         from soak import leaks
 
         return leaks.main(arguments)
