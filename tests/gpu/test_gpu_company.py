@@ -69,7 +69,7 @@ def test_memory_stats():
         before = entwine_jax.memory_stats()
         run(x, w).block_until_ready()
         after = entwine_jax.memory_stats()
-        for device in mesh.devices.flat:
+        for device in mesh.local_devices:
             mine = [m for m in after.teams if (m.platform, m.device) == ("cuda", device.local_hardware_id)]
             assert max(max(m.arenas) for m in mine if m.ranks == mesh.size) >= call.arena_bytes
             assert after.on(device) == sum(m.bytes for m in mine) >= before.on(device)

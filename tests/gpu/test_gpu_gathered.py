@@ -103,16 +103,16 @@ def test_stress():
     wants = put(np.stack([exact_product(case, ranks, *pair) for pair in inputs]), mesh, P(None, *y_spec))
     rank = per_shard(case, return_gathered=True)
 
-    def body(xs, ws, wants, whole, i, slow, steps):
+    def body(xs, ws, wants, rows, i, slow, steps):
         y, gathered = rank(delayed(xs[i], AXIS, slow, steps), ws[i])
-        return jnp.stack([jnp.sum(y != wants[i].astype(y.dtype)), jnp.sum(gathered != whole[i])])[None]
+        return jnp.stack([jnp.sum(y != wants[i].astype(y.dtype)), jnp.sum(gathered != rows[i])])[None]
 
     specs = (P(None, *x_spec), P(None, *w_spec), P(None, *y_spec), P(), P(), P(), P())
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXIS)))
-    whole = put(np.stack([x for x, _ in inputs]), mesh, P())
+    rows = put(np.stack([x for x, _ in inputs]), mesh, P())
     rng = np.random.default_rng(0)
     wrong = [
-        run(xs, ws, wants, whole, np.int32(i % kinds), np.int32(rng.integers(ranks)), np.int32(rng.integers(2) * 100))
+        run(xs, ws, wants, rows, np.int32(i % kinds), np.int32(rng.integers(ranks)), np.int32(rng.integers(2) * 100))
         for i in range(100)
     ]
     assert not np.any([whole(each) for each in wrong])
