@@ -132,6 +132,19 @@ if wants teams; then
   summary+=("       $(grep -E '^[0-9]+ passed, ' "$out/teams.log" | tail -n 1)")
 fi
 
+# Processes that share a GPU run at the same time if the multi-process service lets them, by turns otherwise.
+share() {
+  ((processes > gpus)) && command -v nvidia-cuda-mps-control >/dev/null || return 0
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  nvidia-cuda-mps-control -d
+}
+unshare() {
+  [[ -n ${CUDA_MPS_PIPE_DIRECTORY:-} ]] || return 0
+  echo quit | nvidia-cuda-mps-control
+  unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+
 # pytest_part NAME SECONDS PROCESSES FILE...: as run, in the background of others.
 pytest_part() {
   local name=$1 limit=$2 pytest=(-m pytest)
@@ -152,11 +165,15 @@ if wants test; then
   jobs=${TEST_JOBS:-4}
   fraction=$("$python" -c "print(0.5 / $jobs / max(1, $processes / $gpus))")
   start=$SECONDS
+  share
+  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 * gpus / processes / jobs))
   for i in $(seq "$jobs"); do
     XLA_PYTHON_CLIENT_MEM_FRACTION=$fraction pytest_part "test$i" 420 "$processes" tests/gpu \
       --ignore tests/gpu/test_gpu_children.py --ignore tests/gpu/test_gpu_shared.py --part "$i/$jobs" &
   done
   wait
+  unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
+  unshare
   ENTWINE_REQUIRE_GPUS=$gpus pytest_part test0 280 1 tests/gpu/test_gpu_children.py tests/gpu/test_gpu_shared.py
   cat "$out"/test[0-9]*.log >"$out/test.log"
   rm "$out"/test[0-9]*.log
@@ -248,6 +265,7 @@ fi
 if wants soak; then
   echo "== soak"
   seconds=${SOAK_SECONDS:-300}
+  share
   # The arenas are not in XLA's pool.
   # shellcheck disable=SC2086
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run soak $((seconds + 180)) "$python" scripts/soak.py --launches 1000000 --seconds "$seconds" \
@@ -257,6 +275,7 @@ if wants soak; then
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run leaks 150 "$python" scripts/soak.py --leaks --processes "$processes" \
     --out "$out/leaks.json" ${LEAK_ARGS:-}
   grep -E '^leaks: ' "$out/leaks.log" | cut -c1-600
+  unshare
   lost=${LOST_PEERS:-5}
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.25 run lost_peers $((60 + 150 * lost)) "$python" tests/gpu/peers.py --times "$lost" \
     --out "$out/lost_peers.json"

@@ -2,9 +2,10 @@
 
     python tests/gpu/lockstep.py 2 tests/gpu -k exact          two processes; what follows is for pytest
 
-Each process has one GPU. Where there are fewer GPUs, processes share them, by turns of some milliseconds: that shows
-whether what is computed is right, not how fast. NCCL must be told that it is meant, and 2.30 is the oldest that can be.
-So one GPU is enough to test teams of up to eight.
+Each process has one GPU. Where there are fewer GPUs, processes share them: that shows whether what is computed is
+right, not how fast. NCCL must be told that it is meant, and 2.30 is the oldest that can be. So one GPU is enough to
+test teams of up to eight. Processes take turns of some milliseconds, or run at the same time on a share of the
+multiprocessors each, which is many times faster, if CUDA's multi-process service runs (`nvidia-cuda-mps-control -d`).
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ def environments(processes: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    made = dict(os.environ)
-    if processes > gpus:
+    made, together = dict(os.environ), -(-processes // gpus)
+    if together > 1:
         made["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        # All kernels that wait for each other must fit at once.
+        made.setdefault("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", str(100 // together))
     # Each takes its share of a GPU's memory at start; arenas and communicators need some beside.
-    made.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(0.5 / -(-processes // gpus)))
+    made.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(0.5 / together))
     return [made | {VARIABLE: f"{process}/{processes}/{port}/{gpus}"} for process in range(processes)]
 
 
