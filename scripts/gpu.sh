@@ -166,7 +166,7 @@ if wants test; then
   fraction=$("$python" -c "print(0.5 / $jobs / max(1, $processes / $gpus))")
   start=$SECONDS
   share
-  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 * gpus / processes / jobs))
+  ((processes > gpus)) && export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 * gpus / processes / jobs))
   for i in $(seq "$jobs"); do
     XLA_PYTHON_CLIENT_MEM_FRACTION=$fraction pytest_part "test$i" 420 "$processes" tests/gpu \
       --ignore tests/gpu/test_gpu_children.py --ignore tests/gpu/test_gpu_shared.py --part "$i/$jobs" &
