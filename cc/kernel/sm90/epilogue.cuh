@@ -74,22 +74,20 @@ __device__ __forceinline__ void activate(Epilogue const& e, float* values) {
 template <class C>
 class ColumnBias {
  public:
-  // `column`: the part's first, of n.
-  __device__ __forceinline__ void load(Epilogue const& e, uint32_t column, uint32_t n, uint32_t lane) {
-    if (e.bias == nullptr) return;
+  // `column`: the part's first, of n. Of a gated tile each lane's own: see consumer.cuh.
+  __device__ __forceinline__ void load(float const* bias, uint32_t column, uint32_t n, uint32_t lane) {
     column += lane / 4 * (kPairs * 8) + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       first_[i] = second_[i] = 0;
-      if (column + i * 8 < n)  // which is even
-        asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(first_[i]), "=f"(second_[i]) : "l"(e.bias + column + i * 8));
+      if (bias != nullptr && column + i * 8 < n)  // which is even
+        asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(first_[i]), "=f"(second_[i]) : "l"(bias + column + i * 8));
     }
   }
 
   // To an image of the accumulators, which has kGroups groups of eight columns.
   template <int kImage, int kGroups>
-  __device__ __forceinline__ void add(Epilogue const& e, float* values, uint32_t lane) const {
-    if (e.bias == nullptr) return;
+  __device__ __forceinline__ void add(float* values, uint32_t lane) const {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       int group = kImage * kGroups + j;
