@@ -185,6 +185,7 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
     return invalid(op, "products must be 1 to ", schedule::kMaxProducts, ", not ", a.products);
   if (a.gated < 0 || a.gated > 1 || (a.gated != 0 && !(gather && a.products == 2)))
     return invalid(op, "two products of an all-gather can be gated, but attribute gated is ", a.gated, " of ", a.products);
+  if (a.gated != 0 && float8) return invalid(op, "gated products have no float8 operands");
   int64_t finished = gather ? a.products : 1;  // sums that have a bias, and an activation but for a gated second one
   if (a.biased < 0 || a.biased >> finished != 0)
     return invalid(op, "attribute biased is ", a.biased, ", but there are ", finished, " results");
