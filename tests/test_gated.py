@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import Config, _config, _gated, _strategy, _team
+from entwine_jax import Config, _config, _gated, _obstacles, _strategy, _team
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 TILES = Config(tile_m=8, tile_n=16)
@@ -251,8 +251,9 @@ def test_scan_and_remat(policy):
 def on_gpus(monkeypatch, rows, n=3584, strategy="auto", **options):
     """The request of x (rows, 8192) and two w (8192, n), on two GPUs, and its pairs."""
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
-    for name in ("peer_obstacle", "span_obstacle", "hopper_obstacle"):
-        monkeypatch.setattr(_strategy, name, lambda: None)
+    for name in ("peer_obstacle", "hopper_obstacle"):
+        monkeypatch.setattr(_obstacles, name, lambda: None)
+    monkeypatch.setattr(_obstacles, "domains", lambda: (0,))
     team = _team.Team(
         **{"axis_name": ("t",), "size": 2, "groups": (0, 1), "other_axes": (), "loose_axes": (), "platform": "cuda"}
     )
