@@ -146,36 +146,35 @@ class Consumer {
 
   __device__ __forceinline__ Epilogue const& epilogue() const { return cta_.params.epilogue[C::kGather ? product_ : 0]; }
   __device__ __forceinline__ bool gated() const { return C::kGates && cta_.params.gated; }
-  __device__ __forceinline__ bool biased() const {
-    return gated() ? cta_.params.epilogue[0].bias != nullptr || cta_.params.epilogue[1].bias != nullptr
-                   : epilogue().bias != nullptr;
-  }
 
   __device__ __forceinline__ void load_bias(uint32_t tile_col) {
-    if (!biased()) return;
-    if (gated()) {  // lanes of the first half have the gate's columns, the others up's, whose base is half a tile less
-      uint32_t up = lane_ / 16;
-      bias_.load(cta_.params.epilogue[up].bias, (tile_col - up) * (C::kTileN / 2), cta_.params.n[0], lane_);
+    Params const& p = cta_.params;
+    if (gated()) {
+      bias_.load(p.epilogue[0], p.epilogue[1], tile_col * (C::kTileN / 2), p.n[0], lane_);
     } else {
-      uint32_t first = C::kGather ? cta_.params.begin.at[product_] : 0;
-      bias_.load(epilogue().bias, (tile_col - first) * C::kTileN + (C::kStacked ? 0 : index_ * C::kConsumerN),
-                 cta_.params.n[C::kGather ? product_ : 0], lane_);
+      uint32_t first = C::kGather ? p.begin.at[product_] : 0;
+      bias_.load(epilogue(), (tile_col - first) * C::kTileN + (C::kStacked ? 0 : index_ * C::kConsumerN),
+                 p.n[C::kGather ? product_ : 0], lane_);
     }
+  }
+
+  __device__ __forceinline__ bool biased() const {
+    return epilogue().bias != nullptr || (gated() && cta_.params.epilogue[1].bias != nullptr);
   }
 
   // Bias and activation of one image, whose sums are whole.
   template <int kImage>
   __device__ __forceinline__ void finish() {
-    float* values = acc_ + kImage * Image<C>::kValues;
-    if (biased()) bias_.template add<kImage, Image<C>::kValues / 4>(values, lane_);
-    activate<Image<C>::kValues>(epilogue(), values);
-    if constexpr (C::kGates && kImage < C::kImages / 2)
+    constexpr int kValues = Image<C>::kValues, kUp = kImage + C::kImages / 2;
+    float* values = acc_ + kImage * kValues;
+    if (biased()) bias_.template add<kImage, kValues / 4>(values, lane_);
+    activate<kValues>(epilogue(), values);
+    if constexpr (C::kGates && kUp < C::kImages)
       if (gated()) {  // by the same elements of up
-        constexpr int kUp = kImage + C::kImages / 2;
-        float* ups = acc_ + kUp * Image<C>::kValues;
-        if (biased()) bias_.template add<kUp, Image<C>::kValues / 4>(ups, lane_);
+        float* ups = acc_ + kUp * kValues;
+        if (biased()) bias_.template add<kUp, kValues / 4>(ups, lane_);
 #pragma unroll
-        for (int i = 0; i < Image<C>::kValues; ++i) values[i] *= ups[i];
+        for (int i = 0; i < kValues; ++i) values[i] *= ups[i];
       }
   }
 

@@ -28,13 +28,13 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
     uint32_t batch = tile.row / p.row_blocks;
     uint32_t row = (tile.row - batch * p.row_blocks) * C::kTileM + cta.rank_in_cluster * C::kCtaM;
     uint32_t product = C::kGather ? p.begin.of(tile.col) : 0;
+    CUtensorMap const *x = p.x, *w = &p.w[product];
     uint32_t col = (tile.col - (C::kGather ? p.begin.at[product] : 0)) * C::kTileN;
     if constexpr (C::kGates)
       if (p.gated) {
-        product = cta.rank_in_cluster;
-        col = (tile.col - product) * (C::kTileN / 2);  // less where its half of the tile begins
+        w = &p.w[cta.rank_in_cluster];
+        col = (tile.col - cta.rank_in_cluster) * (C::kTileN / 2);  // less where its half of the tile begins
       }
-    CUtensorMap const *x = p.x, *w = &p.w[product];
     uint32_t first = 0, next = C::kGather ? 0 : p.begin.at[1];  // k blocks at which a pair begins
     uint32_t third = tile.owner, fourth = batch;
     if constexpr (C::kReplicate) {
