@@ -5,8 +5,10 @@ JSON and prints a table.
 
 All devices of this process are one team. Every variant computes the same from the same arrays:
 
-* `ours`: gate and up in one kernel; the backward pass gathers rows again, beside the one kernel that gives dx
+* `ours`: one gated kernel writes silu(gate) * up alone; differentiated, one kernel writes gate and up, and the backward
+  pass gathers rows again, beside the one kernel that gives dx
 * `ours_save`: the same with the gathered rows kept for the weight gradients, as XLA keeps them
+* `ours_both`: one kernel that writes gate and up, also where no gradient is taken
 * `ours_each`: a kernel for each product and for each one's dx, which XLA adds
 * `xla`: one all_gather, dots, a psum_scatter; JAX's derivatives of these lines
 * `alone`: the same dots without any collective, of a gathered x and to a result that isn't summed: what is left of the
@@ -40,7 +42,7 @@ from benchmarks import chains, collective_matmul, rounds
 from benchmarks.chains import AXIS, relative_error
 
 KINDS = ("forward", "forward_backward")
-VARIANTS = ("ours", "ours_save", "ours_each", "xla", "alone")
+VARIANTS = ("ours", "ours_save", "ours_both", "ours_each", "xla", "alone")
 # Each rounds its own intermediate results to bfloat16.
 TOLERANCE = 3e-2
 
@@ -59,8 +61,11 @@ def layer(variant: str, x: jax.Array, weights: Weights) -> jax.Array:
     """One rank's part."""
     gate, up, down = weights
     if variant in ("ours", "ours_save"):
-        residuals = "save" if variant == "ours_save" else "regather"
-        a, b = entwine_jax.all_gather_matmul(x, (gate, up), AXIS, residuals=residuals, strategy="fused")
+        options: dict[str, Any] = {"residuals": "save" if variant == "ours_save" else "regather", "strategy": "fused"}
+        h = entwine_jax.all_gather_matmul(x, (gate, up), AXIS, gated=True, activation="silu", **options)
+        return entwine_jax.matmul_reduce_scatter(h, down, AXIS, strategy="fused")
+    if variant == "ours_both":
+        a, b = entwine_jax.all_gather_matmul(x, (gate, up), AXIS, strategy="fused")
     elif variant == "ours_each":
         a, b = (entwine_jax.all_gather_matmul(x, w, AXIS, strategy="fused") for w in (gate, up))
     else:
@@ -167,10 +172,11 @@ def measure(kind: str, sizes: Sizes, mesh: Mesh, count: int, sample_seconds: flo
     }
 
 
-# Results from before gate and up shared a kernel have other variants.
+# Results from before gate and up shared a kernel, or a result, have other variants.
 HEADINGS = {
     "ours": "ours",
     "ours_save": "ours, rows kept",
+    "ours_both": "ours, not gated",
     "ours_each": "ours, each alone",
     "ours_regather": "ours, gathering again",
     "xla": "XLA",

@@ -87,9 +87,9 @@ bool cuda_built() {
 }
 
 nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-              uint32_t k, uint32_t missing, uint32_t out_bytes, uint32_t in_bytes) {
+              uint32_t k, uint32_t missing, uint32_t out_bytes, uint32_t in_bytes, bool gated) {
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
-  Plan p = make_plan(op_of(op), target_of(target), g, out_bytes, in_bytes);
+  Plan p = make_plan(op_of(op), target_of(target), g, out_bytes, in_bytes, gated);
   nb::dict d;
   d["tile_m"] = p.tile_m;
   d["tile_n"] = p.tile_n;
@@ -103,9 +103,10 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
 }
 
 std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-                                    uint32_t k, uint32_t missing, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes) {
+                                    uint32_t k, uint32_t missing, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes,
+                                    bool gated) {
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
-  Prediction p = predict(op_of(op), g, out_bytes, tiles_only, in_bytes);
+  Prediction p = predict(op_of(op), g, out_bytes, tiles_only, in_bytes, gated);
   return {p.fused_us, p.xla_us};
 }
 
@@ -300,9 +301,11 @@ NB_MODULE(_core, m) {
   m.attr("SM90_TILES") = nb::tuple(tiles);
   m.attr("FEW_ROWS_MOST") = kFewRowsMost;
   m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "out_bytes"_a, "in_bytes"_a = 2, "The default plan of an op on \"host\" or \"sm90\".");
+        "out_bytes"_a, "in_bytes"_a = 2, "gated"_a = false,
+        "The default plan of an op on \"host\" or \"sm90\"; of gated products, n is of both.");
   m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "out_bytes"_a, "tiles_only"_a = false, "in_bytes"_a = 2, "Predicted microseconds on sm_90, (fused, xla).");
+        "out_bytes"_a, "tiles_only"_a = false, "in_bytes"_a = 2, "gated"_a = false,
+        "Predicted microseconds on sm_90, (fused, xla).");
   m.def("machine", &machine, "The numbers of the machine that is simulated: see simulate/machine.h.");
   m.def(
       "check_machine", [](nb::dict const& numbers) { machine_of(numbers); }, "numbers"_a,

@@ -7,7 +7,8 @@ from ._explain import CollectiveMatmul, Explanation, explain
 from ._float8 import float8_all_gather_matmul, float8_matmul_all_reduce, float8_matmul_reduce_scatter
 from ._matmul import collective_matmul
 from ._memory import ArenaMemory, MemoryStats, memory_stats
-from ._ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ._ops import all_gather_matmul
+from ._sums import matmul_all_reduce, matmul_reduce_scatter
 from ._trace import Trace, TracedCall, trace_tiles
 from ._tuning import Tuned, Tuning
 

@@ -77,7 +77,7 @@ def _several(
     xs = tuple(join(spread(*each)) for each in zip(arrays.xs, batched.xs, strict=True))
     z = join(arrays.z) if batched.z else arrays.z
     results = bind(*arrays._replace(xs=xs, z=z).flat())
-    ys, gathered = results[: len(request.biases)], results[len(request.biases) :]
+    ys, gathered = results[: request.results], results[request.results :]
     ys = [v.reshape(size, -1, *v.shape[1:]) for v in ys]
     if arrays.z is not None and not batched.z:
         gathered = [jnp.broadcast_to(v, (size, *v.shape)) for v in gathered]

@@ -49,6 +49,7 @@ def make_plan(
     missing: int = 0,
     out_bytes: int,
     in_bytes: int = 2,
+    gated: bool = False,
 ) -> PlanDict: ...
 def predict(
     op: str,
@@ -62,6 +63,7 @@ def predict(
     out_bytes: int,
     tiles_only: bool = False,
     in_bytes: int = 2,
+    gated: bool = False,
 ) -> tuple[float, float]: ...
 def machine() -> dict[str, float]: ...
 def check_machine(numbers: dict[str, float]) -> None: ...

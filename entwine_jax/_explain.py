@@ -20,7 +20,8 @@ _OURS = (collective_matmul_p, note_p)
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One of several in a call. Products that are added have one y, and one epilogue, which all of them name."""
+    """One of several in a call. Products that are added have one y, and one epilogue, which all of them name; gated
+    ones have one y."""
 
     x: tuple[int, ...]
     w: tuple[int, ...]
@@ -55,6 +56,7 @@ class CollectiveMatmul:
     activation: str | None = None  # that the call applies
     # Of a call of several products, all of them; x, w, y, bias and activation are those of the first.
     products: tuple[Product, ...] = ()
+    gated: bool = False  # whether y is the product of two of these, the first one activated
     # Of strategy "signal": memory that XLA allocates for the call beside its results, and how many tiles of a chunk
     # (sums) or row blocks of one (all-gather) each of its groups has.
     scratch_bytes: int = 0
@@ -191,6 +193,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
         bias=request.biased,
         activation=request.activation,
         products=_products(request, pairs, y) if request.products > 1 else (),
+        gated=request.gated,
         scratch_bytes=_strategy.scratch_bytes(request, choice.plan, x, w) if choice.plan and signal else 0,
         groups=(*_strategy.groups(request, choice.plan, x, w),) if choice.plan and signal else (),
     )
@@ -265,11 +268,12 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     xs = [_array(m.dtype, p.x) for p in all_]
     ys = [_array(m.result_dtype, p.y) for p in all_]
     scattered = m.op != "all_gather_matmul"
+    ops = dict.fromkeys(" + ".join([m.op, *["bias"] * p.bias, *filter(None, [p.activation])]) for p in all_)
     return (
-        ", ".join(dict.fromkeys(" + ".join([m.op, *["bias"] * p.bias, *filter(None, [p.activation])]) for p in all_)),
+        ", ".join([*ops, *["gated"] * m.gated]),
         ", ".join(xs if scattered else xs[:1]),
         ", ".join(_array(m.w_dtype or m.dtype, p.w) + (".T" if m.transpose_w else "") for p in all_),
-        ", ".join(ys[:1] if scattered else ys),
+        ", ".join(ys[:1] if scattered or m.gated else ys),
         _array(m.dtype, m.gathered) if m.gathered else "",
         f"{','.join(map(str, m.axis_name))}:{m.team_size}" if m.axis_name else "",
         m.strategy,

@@ -87,15 +87,15 @@ def _vary_alone_backward(axis_name: tuple[str, ...], saved: None, dv: jax.Array)
 _vary_alone.defvjp(_vary_alone_forward, _vary_alone_backward)
 
 
-# Operands: see _operands.py. Results: y of each product of an all-gather, else one y; and if the request gathers, all
-# of x, or of z that reduce-scatter gathers beside.
+# Operands: see _operands.py. Results: y of each product of an all-gather, else (or if they are gated) one y; and if the
+# request gathers, all of x, or of z that reduce-scatter gathers beside.
 collective_matmul_p = Primitive("collective_matmul")
 collective_matmul_p.multiple_results = True
 
 
 def _results(*flat: Any, request: Request, choice: Choice) -> list[Any]:
     operands = _operands.split(request, flat)
-    ys = [_result(x, w, request) for x, w in operands.pairs()[: len(request.biases)]]
+    ys = [_result(x, w, request) for x, w in operands.pairs()[: request.results]]
     z = operands.xs[0] if operands.z is None else operands.z
     return [*ys, gathered(request, z)] if request.gathers else ys
 
@@ -132,6 +132,7 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
         "team_size": request.team.size,
         "transpose_w": int(request.transpose_w or request.scaled),
         "products": request.products,
+        "gated": int(request.gated),
         "biased": sum(int(biased) << i for i, biased in enumerate(request.biases)),
         "activation": sum((None, *ACTIVATIONS).index(a) << 8 * i for i, a in enumerate(request.activations)),
         "scaled": int(request.scaled),
@@ -215,10 +216,12 @@ def on_xla(
         elif team.size > 1:
             y = _reference.scatter(y, team.axis_name)
         ys = [y]
-    ys = [
-        _reference.finish(y.astype(request.dtype), bias, activation)
-        for y, bias, activation in zip(ys, operands.biases, request.activations, strict=True)
-    ]
+    ys = [y.astype(request.dtype) for y in ys]
+    if request.gated:
+        ys = [_reference.gate(ys, request.activation, operands.biases)]
+    else:
+        finishes = zip(ys, operands.biases, request.activations, strict=True)
+        ys = [_reference.finish(y, bias, activation) for y, bias, activation in finishes]
     types = tuple((jax.typeof(x), jax.typeof(w)) for x, w in pairs)
     return (note(ys[0], *types[0], (request, choice), types[1:]), *ys[1:]), whole
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _reference, _scaled, _several, _team
+from . import _checks, _config, _gate_checks, _gated, _lowering, _reference, _scaled, _several, _team
 from ._checks import Scales
 from ._config import Config
 from ._differentiable import flat, run
@@ -94,16 +94,22 @@ def several(
     transpose_w: bool,
     bias: Any,
     activation: Any,
+    gated: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """all_gather_matmul of several weights, and the gathered x if it `gathers`."""
+    """all_gather_matmul of several weights, or the one result of two that are gated; and the gathered x if it
+    `gathers`."""
     op = "all_gather_matmul"
     _checks.several(op, ws)
+    if gated:
+        activation = _gate_checks.activation(op, activation), None
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
     pairs = [_checks.arrays(op, x, w) for w in ws]
     x = pairs[0][0]
     for _, w in pairs:
         _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
+    if gated:
+        _gate_checks.columns(op, *(w.shape[0 if transpose_w else 1] for _, w in pairs))
     operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for _, w in pairs))
     x = x.astype(operand)
     dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
@@ -123,7 +129,10 @@ def several(
     leading, x = x.shape[:-2], flat(x)
     ys: list[jax.Array] = []
     whole = None
-    for first in range(0, len(ws), _MOST):
+    if gated:
+        h, whole = _gated.multiply(dataclasses.replace(request, gathers=gathers), x, arrays, biases, activations[0])
+        ys = [h]
+    for first in range(0, 0 if gated else len(ws), _MOST):
         some = slice(first, first + _MOST)
         run = dataclasses.replace(request, gathers=gathers and first == 0)
         made, rows = _several.multiply(run, x, arrays[some], biases[some], activations[some])

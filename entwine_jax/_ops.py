@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, overload
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _on_ranks
+from . import _checks, _config, _gate_checks, _on_ranks
 from ._checks import Scales
 from ._config import Config
 from ._team import AxisName as AxisName
@@ -80,11 +80,46 @@ def all_gather_matmul(
     strategy: str | None = ...,
     config: Config | None = ...,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisName,
+    *,
+    gated: Literal[True],
+    return_gathered: Literal[False] = False,
+    transpose_w: bool = ...,
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: str | None = ...,
+    residuals: str = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> jax.Array: ...
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisName,
+    *,
+    gated: Literal[True],
+    return_gathered: Literal[True],
+    transpose_w: bool = ...,
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: str | None = ...,
+    residuals: str = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 def all_gather_matmul(
     x: ArrayLike,
     w: ArrayLike | Sequence[ArrayLike],
     axis_name: AxisName,
     *,
+    gated: bool = False,
     return_gathered: bool = False,
     transpose_w: bool = False,
     bias: ArrayLike | Sequence[ArrayLike | None] | None = None,
@@ -121,10 +156,22 @@ def all_gather_matmul(
 
         gate, up = all_gather_matmul(x, (w_gate, w_up), axis_name)
 
+    The hidden features of a SwiGLU or GeGLU MLP are the product of two of these, which ``gated=True`` writes alone::
+
+        h = all_gather_matmul(x, (w_gate, w_up), axis_name, gated=True, activation="silu")
+
+        rows = lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)  # the same in lax
+        h = jax.nn.silu(rows @ w_gate) * (rows @ w_up)
+
     Args:
       x: the rank's rows; leading dimensions are a batch.
       w: the rank's columns, a matrix; or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
+      gated: of two weights (w_gate, w_up), of as many columns, there is one result, h of shape (..., m, n / t):
+        ``activation(all_gather(x) @ w_gate + b_gate) * (all_gather(x) @ w_up + b_up)``, with ``bias=(b_gate, b_up)``
+        and one activation. The fused kernel multiplies float32 sums and rounds the product, where no gradient is taken,
+        as in inference; the backward pass needs gate and up, so there the kernel writes both, rounded, and XLA makes h
+        of them. Not for float8, nor under ``"signal"``.
       return_gathered: return ``(y, all_gather(x))``; the fused kernel copies what it gathers on the way. It is
         differentiable as well.
       transpose_w: whether w is stored as ``(n / t, k)``, as an embedding table tied to the last layer is:
@@ -155,8 +202,8 @@ def all_gather_matmul(
       config: overrides for the schedule.
 
     Returns:
-      y, a tuple of one y for each of several weights; or ``(y, all_gather(x))``. Products are summed in float32 under
-      ``"fused"`` and rounded to y's dtype once.
+      y, a tuple of one y for each of several weights, or h; or ``(y, all_gather(x))``. Products are summed in float32
+      under ``"fused"`` and rounded to y's dtype once.
 
     With ``"fused"`` on GPUs, operands are bfloat16 or float16, the result the same or float32, and row lengths (k, n) a
     multiple of 16 bytes; on CPU devices operands may be float32, too. In the backward pass of bfloat16 operands a
@@ -176,22 +223,25 @@ def all_gather_matmul(
 
     Raises:
       TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; a bias of another
-        length, rank or kind of number; scales that are missing, of another form than a pair of float32 scalars, or of
-        operands that aren't float8; a gradient of float8 operands is asked for.
+        length, rank or kind of number; gated weights of different columns; scales that are missing, of another form
+        than a pair of float32 scalars, or of operands that aren't float8; a gradient of float8 operands is asked for.
       ValueError: the axis isn't a manual axis of the mesh; unknown activation, residuals, strategy, precision or
         setting; an x_scale that varies over the axis; residuals of float8 operands; as many biases or activations as
-        weights are wanted, but aren't given.
-      NotImplementedError: ``strategy="fused"`` or ``"signal"`` can't run these types, shapes or devices.
+        weights are wanted, but aren't given; gated, other than two weights or more than one activation.
+      NotImplementedError: ``strategy="fused"`` or ``"signal"`` can't run these types, shapes or devices; gated float8.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
     """
     op = "all_gather_matmul"
     saves = _config.saves(op, residuals)
+    if gated:
+        _gate_checks.weights(op, x, w, scales)
     if isinstance(w, tuple | list):
         _checks.several_scales(op, x, scales)
         options = preferred_element_type, precision, strategy, config, bool(return_gathered), saves
-        ys, rows = _on_ranks.several(x, w, axis_name, *options, transpose_w, bias, activation)
-        return ys if rows is None else (ys, rows)
+        ys, rows = _on_ranks.several(x, w, axis_name, *options, transpose_w, bias, activation, bool(gated))
+        made = ys[0] if gated else ys
+        return made if rows is None else (made, rows)
     y, gathered = _on_ranks.on_ranks(
         op,
         x,
@@ -209,147 +259,3 @@ def all_gather_matmul(
         scales=scales,
     )
     return y if gathered is None else (y, gathered)
-
-
-def matmul_reduce_scatter(
-    x: ArrayLike | Sequence[ArrayLike],
-    w: ArrayLike | Sequence[ArrayLike],
-    axis_name: AxisName,
-    *,
-    transpose_w: bool = False,
-    bias: ArrayLike | None = None,
-    activation: str | None = None,
-    scales: Scales | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    precision: Any = None,
-    strategy: str | None = None,
-    config: Config | None = None,
-) -> jax.Array:
-    """``y = reduce_scatter(x @ w)``, the scatter running while the product does. For use inside ``jax.shard_map``.
-
-    The row-parallel matmul of a tensor-parallel layer, in lax::
-
-        lax.psum_scatter(x @ w, axis_name, scatter_dimension=x.ndim - 2, tiled=True)
-
-    ======  ====================  ==================================  =====================
-    array   local shape           global shape over a team of t       sharded
-    ======  ====================  ==================================  =====================
-    ``x``   ``(..., m, k / t)``   ``(..., m, k)``                     columns
-    ``w``   ``(k / t, n)``        ``(k, n)``                          rows
-    ``y``   ``(..., m / t, n)``   ``(..., m, n)``                     rows
-    ======  ====================  ==================================  =====================
-
-    ``m`` must be a multiple of ``t``. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the
-    same), or vary over other axes of the mesh. Differentiable any number of times in reverse: ``dx`` is
-    ``all_gather_matmul(dy, w.T)`` without a copy of ``w``, and ``dw = x.T @ all_gather(dy)`` a plain dot with what that
-    has gathered. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
-
-    The sum of several products, ``reduce_scatter(x1 @ w1 + x2 @ w2)``, is one kernel; x and w are sequences then::
-
-        y = matmul_reduce_scatter((x1, x2), (w1, w2), axis_name)
-
-    Contractions may be of different lengths; sums are taken in float32 throughout. There is one bias, one activation
-    and, of float8 operands, one pair of scales for all. (Up to four; more are several calls, and few rows a call each.)
-
-    Args:
-      x: the rank's part of the contraction; leading dimensions are a batch. Or several.
-      w: the rank's part of the contraction, a matrix. Or several.
-      axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
-      transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
-      bias, activation: as in `all_gather_matmul`, ``y = activation(reduce_scatter(x @ w) + bias)``; the bias is
-        whole on every rank, (n,), and added once.
-      scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
-        and the bias is added to the sum over ranks.
-      preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
-
-    Returns:
-      y. Under ``"fused"`` products are summed in float32; partial sums travel in y's dtype, as XLA's do (so with
-      bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes),
-      and the ranks' sums are added in float32 in rank order. So the result is the same to the bit in every run.
-
-    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: twice
-    ``(t - 1)`` chunks of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
-    bytes.
-
-    Raises:
-      ValueError: rows that the team can't share evenly; else what `all_gather_matmul` raises.
-
-    The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
-    """
-    op = "matmul_reduce_scatter"
-    epilogue: Any = {"transpose_w": transpose_w, "bias": bias, "activation": activation, "scales": scales}
-    options = axis_name, preferred_element_type, precision, strategy, config
-    if isinstance(x, tuple | list) or isinstance(w, tuple | list):
-        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **epilogue)
-    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **epilogue)[0]
-
-
-def matmul_all_reduce(
-    x: ArrayLike | Sequence[ArrayLike],
-    w: ArrayLike | Sequence[ArrayLike],
-    axis_name: AxisName,
-    *,
-    transpose_w: bool = False,
-    bias: ArrayLike | None = None,
-    activation: str | None = None,
-    scales: Scales | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    precision: Any = None,
-    strategy: str | None = None,
-    config: Config | None = None,
-) -> jax.Array:
-    """``y = all_reduce(x @ w)``, the sum over ranks running while the product does. For use inside ``jax.shard_map``.
-
-    The row-parallel matmul of a tensor-parallel layer whose result every rank needs whole, in lax::
-
-        lax.psum(x @ w, axis_name)
-
-    ======  ====================  ==================================  =====================
-    array   local shape           global shape over a team of t       sharded
-    ======  ====================  ==================================  =====================
-    ``x``   ``(..., m, k / t)``   ``(..., m, k)``                     columns
-    ``w``   ``(k / t, n)``        ``(k, n)``                          rows
-    ``y``   ``(..., m, n)``       ``(..., m, n)``                     not
-    ======  ====================  ==================================  =====================
-
-    Any ``m`` will do. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the same), or vary over
-    other axes of the mesh. Where the rows of y may stay sharded, `matmul_reduce_scatter` moves half of the bytes.
-
-    Differentiable any number of times in reverse, as psum is. With ``check_vma=True``, y is typed as the same on every
-    rank of the axis, and so is ``dy``: ``dx = dy @ w.T`` and ``dw = x.T @ dy`` are products of shards, without any
-    collective. With ``check_vma=False`` JAX can't know that and hands each rank a share of ``dy``, which a psum adds
-    first. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns. The sum of
-    several products is one kernel, as in `matmul_reduce_scatter`.
-
-    Args:
-      x: the rank's part of the contraction; leading dimensions are a batch. Or several.
-      w: the rank's part of the contraction, a matrix. Or several.
-      axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
-      transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
-      bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
-        on every rank, (n,), the same on all, and added once.
-      scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
-        and the bias is added to the sum over ranks.
-      preferred_element_type, precision, strategy, config: as in `all_gather_matmul`.
-
-    Returns:
-      y. Under ``"fused"`` products are summed in float32; partial sums travel in y's dtype, as XLA's do (so with
-      bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes).
-      Each element is summed by one rank, in float32 and in rank order, rounded once and sent to all; of few rows (up to
-      128, on GPUs) every rank adds all ranks' sums itself, its own rounded like the others'. Either way the result is
-      the same to the bit on every rank and in every run.
-
-    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: four
-    times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
-    bytes.
-
-    It raises what `all_gather_matmul` does, and ValueError if a bias varies over the axis.
-
-    The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
-    """
-    op = "matmul_all_reduce"
-    epilogue: Any = {"transpose_w": transpose_w, "bias": bias, "activation": activation, "scales": scales}
-    options = axis_name, preferred_element_type, precision, strategy, config
-    if isinstance(x, tuple | list) or isinstance(w, tuple | list):
-        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **epilogue)
-    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **epilogue)[0]

@@ -1,6 +1,7 @@
 """What the ops are made of in lax: for strategy "xla", and for the weight gradients."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,6 +44,16 @@ def finish(y: jax.Array, bias: jax.Array | None, activation: str | None) -> jax.
     if bias is not None:
         made = made + bias.astype(wide)
     return activate(made, activation).astype(y.dtype)
+
+
+def gate(
+    ys: Sequence[jax.Array], activation: str | None, biases: Sequence[jax.Array | None] = (None, None)
+) -> jax.Array:
+    """activation(gate + bias) * (up + bias) of the two ys, in float32 at least, rounded to their dtype once."""
+    dtype = ys[0].dtype
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    gate, up = (y.astype(wide) for y in ys)
+    return (finish(gate, biases[0], activation) * finish(up, biases[1], None)).astype(dtype)
 
 
 def activate(x: jax.Array, activation: str | None) -> jax.Array:

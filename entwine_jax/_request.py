@@ -32,14 +32,20 @@ class Request:
     products: int = 1  # in one call: of one x and several w (all-gather), or of pairs whose products are added
     # All-gather: `biased` and `activation` of the products after the first.
     others: tuple[tuple[bool, str | None], ...] = ()
+    gated: bool = False  # all-gather's two products have one result, activation(gate) * up
 
     def bare(self) -> "Request":
         """Without the epilogue."""
         return self.finished([False] * len(self.biases), [None] * len(self.biases))
 
     @property
+    def results(self) -> int:
+        """How many y there are."""
+        return 1 if self.gated else len(self.biases)
+
+    @property
     def biases(self) -> tuple[bool, ...]:
-        """Whether each result has a bias."""
+        """Whether each result has a bias, or each of two that are gated."""
         return self.biased, *(biased for biased, _ in self.others)
 
     @property
@@ -56,7 +62,7 @@ class Request:
         """For one of its products in a call of its own. If their sum has an epilogue, that is left to do."""
         gather = self.op == "all_gather_matmul"
         biased, activation = (self.biases[i], self.activations[i]) if gather else (False, None)
-        return dataclasses.replace(self, products=1, others=(), biased=biased, activation=activation)
+        return dataclasses.replace(self, products=1, others=(), biased=biased, activation=activation, gated=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,12 +73,12 @@ def add(
     return y, None
 
 
-def _bind(request: Request, choice: Choice, operands: Operands) -> tuple[Ys, jax.Array | None]:
+def bind(request: Request, choice: Choice, operands: Operands) -> tuple[Ys, jax.Array | None]:
     """With biases of any dtype, so that their gradients have it."""
     biases = tuple(None if b is None else b.astype(jnp.float32) for b in operands.biases)
     flat = operands._replace(biases=biases).flat()
     results = _lowering.collective_matmul_p.bind(*flat, request=request, choice=choice)
-    return (*results[: len(biases)],), results[len(biases)] if request.gathers else None
+    return (*results[: request.results],), results[request.results] if request.gathers else None
 
 
 def _values(tree: Any) -> Any:
@@ -95,10 +95,10 @@ def _flag(wanted: Any) -> jax.Array:
 def _products(
     request: Request, choice: Choice, x: jax.Array, ws: Ys, biases: tuple[jax.Array | None, ...]
 ) -> tuple[Ys, jax.Array | None]:
-    return _bind(request, choice, Operands((x,), ws, biases))
+    return bind(request, choice, Operands((x,), ws, biases))
 
 
-def _products_forward(request: Request, choice: Choice, x: Any, ws: Any, biases: Any) -> Any:
+def products_forward(request: Request, choice: Choice, x: Any, ws: Any, biases: Any) -> Any:
     """Keeps what `_differentiable` does, with an empty array for what isn't wanted."""
     wanted = any(w.perturbed for w in ws)
     whole = wanted and (request.gathers or request.saves or not x.perturbed)
@@ -125,9 +125,9 @@ def _products_forward(request: Request, choice: Choice, x: Any, ws: Any, biases:
     return (ys, gathered if request.gathers else None), kept
 
 
-def _products_backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> Any:
+def products_backward(request: Request, choice: Choice, kept: Any, cotangents: Any) -> Any:
     x, ws, rows, inner, biases, wants = kept
-    dys, d_gathered = jax.tree.map(_nonzero, cotangents, is_leaf=_is_zero)
+    dys, d_gathered = jax.tree.map(_nonzero, cotangents, is_leaf=is_zero)
     dtype, axis_name = x.dtype, request.team.axis_name
     count, live = len(ws), [i for i, dy in enumerate(dys) if dy is not None]
     dx, dys = None, [*dys]
@@ -167,22 +167,22 @@ def _weight_gradient(request: Request, x: Any, dy: Any, dtype: Any) -> Any:
     return (dw.T if request.transpose_w else dw).astype(dtype)
 
 
-def _is_zero(cotangent: Any) -> bool:
+def is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
 def _nonzero(cotangent: Any) -> Any:
-    return None if _is_zero(cotangent) else cotangent
+    return None if is_zero(cotangent) else cotangent
 
 
-_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)
+_products.defvjp(products_forward, products_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sum(
     request: Request, choice: Choice, xs: Ys, ws: Ys, z: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    (y,), gathered = _bind(request, choice, Operands(xs, ws, (bias,), z=z))
+    (y,), gathered = bind(request, choice, Operands(xs, ws, (bias,), z=z))
     return y, gathered
 
 

@@ -129,6 +129,7 @@ def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
         **geometry(request, x, w),
         out_bytes=request.dtype.itemsize,
         in_bytes=_in_bytes(request),
+        gated=request.gated,
     )
 
     def pick(override: int | None, planned: int) -> int:
@@ -170,6 +171,7 @@ def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]
         out_bytes=request.dtype.itemsize,
         tiles_only=wants_tiles(request),
         in_bytes=_in_bytes(request),
+        gated=request.gated,
     )
 
 

@@ -434,7 +434,7 @@ def test_mlp_fwd_bwd(tmp_path, capsys):
     rows = json.loads(out.read_text())["rows"]
     assert [row["kind"] for row in rows] == ["forward", "forward_backward"]
     for row in rows:
-        assert row["ms"].keys() == row["spread"].keys() == {"ours", "ours_save", "ours_each", "xla", "alone"}
+        assert row["ms"].keys() == row["spread"].keys() == {*mlp_fwd_bwd.VARIANTS}
         assert all(0 < error < mlp_fwd_bwd.TOLERANCE for error in row["error"].values())
     printed = capsys.readouterr().out
     assert f"| {rows[1]['tokens']} | forward and backward | {rows[1]['ms']['ours']:.3f} |" in printed

@@ -20,6 +20,7 @@ ATTRIBUTES = (
     "team_size",
     "transpose_w",
     "products",
+    "gated",
     "biased",
     "activation",
     "scaled",
@@ -32,6 +33,7 @@ ATTRIBUTES = (
 GOOD = dict.fromkeys(ATTRIBUTES, 1) | {
     "team_size": RANKS,
     "transpose_w": 0,
+    "gated": 0,
     "biased": 0,
     "activation": 0,
     "scaled": 0,
@@ -184,7 +186,9 @@ instead = st.none() | st.tuples(
     st.sampled_from(OPS),
     st.integers(2, 4),
     st.integers(0, 15),
-    st.dictionaries(st.sampled_from(["products", "biased", "activation", "scaled", "tile_n"]), odd, max_size=2),
+    st.dictionaries(
+        st.sampled_from(["products", "gated", "biased", "activation", "scaled", "tile_n"]), odd, max_size=2
+    ),
     st.dictionaries(st.integers(0, 14), instead, max_size=2),
 )
 def test_spoiled_products(op, count, biased, odd_ones, spoiled):

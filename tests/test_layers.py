@@ -37,8 +37,9 @@ PYTHON = [
     {"_partitioned_pairs", "_partitioned_scaled"},
     {"_partitioning", "_placed"},
     {"_spread"},
-    {"_ops"},
+    {"_ops", "_sums"},
     {"_on_ranks", "_shards"},
+    {"_gated"},
     {"_several", "_scaled"},
     {"_differentiable"},
     {"_lowering"},
@@ -50,6 +51,7 @@ PYTHON = [
     {"_request"},
     {"_signal", "_tuned"},
     {"_team", "_reference", "_selection"},
+    {"_gate_checks"},
     {"_config", "_checks", "_memory"},
     {"_core", "_threads"},
 ]

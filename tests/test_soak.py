@@ -63,6 +63,12 @@ def test_what_is_drawn():
     several = {(program.kind, call.gathers) for program in drawn for call in program.calls if call.more}
     assert several == {(kind, gathers) for kind in ("one", "independent", "gradient") for gathers in (False, True)}
     assert {len(call.sizes) for program in drawn for call in program.calls} == {1, 2, 3, 4}
+    gated = [(program, call) for program in drawn for call in program.calls if call.gated]
+    assert {program.kind for program, _ in gated} == {"one", "independent"}
+    assert {(call.bias, call.activation, call.gathered) for _, call in gated} >= {
+        (True, "relu", False),
+        (False, None, True),
+    }
 
 
 @pytest.mark.parametrize("kind", sorted(set(draw.KINDS)))

@@ -96,7 +96,7 @@ Buffers all_buffers(schedule::Op op, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::An
   for (int64_t i = 0; i < others; ++i) {
     if (!gather) buffers.more[i].x = optional_buffer(more, first_more++);
     buffers.more[i].w = optional_buffer(more, first_more++);
-    if (gather) buffers.more[i].y = optional_buffer(also, first_also++);
+    if (gather && attributes.gated == 0) buffers.more[i].y = optional_buffer(also, first_also++);
   }
   if ((attributes.biased & 1) != 0) buffers.bias = optional_buffer(more, first_more++);
   for (int64_t i = 0; i < others; ++i)
@@ -112,12 +112,12 @@ namespace {
 // The products after the first, which is right: what differs from it are the columns of an all-gather's, else the contraction.
 ffi::ErrorOr<schedule::Products> decode_products(schedule::Op op, CallAttributes const& a, Buffers const& buffers, int64_t n,
                                                  int64_t k) {
-  bool gather = op == schedule::Op::kAllGatherMatmul;
-  schedule::Products products{static_cast<uint32_t>(a.products), {static_cast<uint32_t>(gather ? n : k)}};
+  bool gather = op == schedule::Op::kAllGatherMatmul, gated = a.gated != 0;
+  schedule::Products products{static_cast<uint32_t>(a.products), {static_cast<uint32_t>(gather ? n : k)}, gated};
   auto x = buffers.x.dimensions(), y = buffers.y.dimensions();
   for (uint32_t i = 1; i < products.count; ++i) {
     Buffers::More const& more = buffers.more[i - 1];
-    if (!more.w || more.x.has_value() == gather || more.y.has_value() != gather)
+    if (!more.w || more.x.has_value() == gather || more.y.has_value() != (gather && !gated))
       return invalid(op, "attribute products is ", a.products, ", but product ", i, " lacks an operand or a result");
     auto wd = more.w->dimensions();
     if (wd.size() != 2 || more.w->element_type() != buffers.w.element_type())
@@ -126,7 +126,8 @@ ffi::ErrorOr<schedule::Products> decode_products(schedule::Op op, CallAttributes
     if (gather ? its_k != k : its_n != n)
       return invalid(op, "w of product ", i, " has ", gather ? "contraction" : "column", " size ", gather ? its_k : its_n,
                      ", the first ", gather ? k : n);
-    ffi::AnyBuffer its = gather ? *more.y : *more.x;
+    if (gated && its_n != n) return invalid(op, "gated w have ", n, " and ", its_n, " columns, not as many");
+    ffi::AnyBuffer its = gated ? buffers.y : gather ? *more.y : *more.x;
     auto d = its.dimensions(), first = gather ? y : x;
     if (d.size() != 3 || d[0] != first[0] || d[1] != first[1] || d[2] != size ||
         its.element_type() != (gather ? buffers.y : buffers.x).element_type())
@@ -182,10 +183,14 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (float8 && !one) return invalid(op, "the scale must be one float32 number");
   if (a.products < 1 || a.products > schedule::kMaxProducts)
     return invalid(op, "products must be 1 to ", schedule::kMaxProducts, ", not ", a.products);
-  int64_t finished = gather ? a.products : 1;  // results that have a bias and an activation
+  if (a.gated < 0 || a.gated > 1 || (a.gated != 0 && !(gather && a.products == 2)))
+    return invalid(op, "two products of an all-gather can be gated, but attribute gated is ", a.gated, " of ", a.products);
+  if (a.gated != 0 && float8) return invalid(op, "gated products have no float8 operands");
+  int64_t finished = gather ? a.products : 1;  // sums that have a bias, and an activation but for a gated second one
   if (a.biased < 0 || a.biased >> finished != 0)
     return invalid(op, "attribute biased is ", a.biased, ", but there are ", finished, " results");
-  if (a.activation < 0 || a.activation >> (8 * finished) != 0) return invalid(op, "there is no activation ", a.activation);
+  if (a.activation < 0 || a.activation >> (8 * (finished - a.gated)) != 0)
+    return invalid(op, "there is no activation ", a.activation);
   for (int64_t d : {xd[0], m_shard, n, k})
     if (d < 1 || d >= kLimit) return invalid(op, "a dimension of size ", d, " can't be tiled");
   if (replicate && xd[0] * m_shard >= kLimit) return invalid(op, "a dimension of size ", xd[0] * m_shard, " can't be tiled");
@@ -207,6 +212,10 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
     // A worker holds a tile; what is larger than the result is as one that isn't.
     uint32_t widest = u32(n);
     for (uint32_t i = 1; gather && i < products->count; ++i) widest = schedule::larger(widest, products->sizes[i]);
+    if (products->gated) {
+      tile_n = (tile_n + 1) & ~1u;  // halves of whole columns
+      widest *= 2;
+    }
     tile_n = schedule::smaller(tile_n, schedule::larger(widest, schedule::kHostTileN));
   }
   if (products->count > 1) {

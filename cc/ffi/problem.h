@@ -18,6 +18,7 @@ struct CallAttributes {
   int64_t team_size;
   int64_t transpose_w;  // w is stored (n, k)
   int64_t products;     // 1 to kMaxProducts: schedule/products.h
+  int64_t gated;        // all-gather's two products have one y: schedule/products.h
   int64_t biased;       // bit i: there is a bias of product i among the optional operands
   int64_t activation;   // schedule/activation.h, a byte for each product
   int64_t scaled;       // the operands have 8 bits, and the scale of their product is among the optional ones
@@ -43,7 +44,7 @@ struct Problem {
 // The buffers of a call: x (batch, rows, k), w (k, n) or (n, k), y (batch, rows', n). Reduce-scatter has z (z_batch, z_rows,
 // columns) if it gathers that beside; `gathered` is all of z, or of all-gather's x if that is wanted. bias (n) is added to
 // every row of y. 8-bit operands have a `scale`, a number. Several products have more of them: all-gather a w and a y each,
-// with or without bias, the other ops an x and a w.
+// with or without bias, the other ops an x and a w. Gated ones have one y.
 struct Buffers {
   using Optional = std::optional<xla::ffi::AnyBuffer>;
   xla::ffi::AnyBuffer x, w, y;
@@ -83,12 +84,13 @@ xla::ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target targ
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(entwine::CallAttributes, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
                                       xla::ffi::StructMember<int64_t>("team_size"),
                                       xla::ffi::StructMember<int64_t>("transpose_w"),
-                                      xla::ffi::StructMember<int64_t>("products"), xla::ffi::StructMember<int64_t>("biased"),
-                                      xla::ffi::StructMember<int64_t>("activation"), xla::ffi::StructMember<int64_t>("scaled"),
-                                      xla::ffi::StructMember<int64_t>("tile_m"), xla::ffi::StructMember<int64_t>("tile_n"),
-                                      xla::ffi::StructMember<int64_t>("raster"), xla::ffi::StructMember<int64_t>("lead"),
-                                      xla::ffi::StructMember<int64_t>("transport"), xla::ffi::StructMember<int64_t>("pushers"),
-                                      xla::ffi::StructMember<int64_t>("copiers"), xla::ffi::StructMember<int64_t>("few_rows"),
+                                      xla::ffi::StructMember<int64_t>("products"), xla::ffi::StructMember<int64_t>("gated"),
+                                      xla::ffi::StructMember<int64_t>("biased"), xla::ffi::StructMember<int64_t>("activation"),
+                                      xla::ffi::StructMember<int64_t>("scaled"), xla::ffi::StructMember<int64_t>("tile_m"),
+                                      xla::ffi::StructMember<int64_t>("tile_n"), xla::ffi::StructMember<int64_t>("raster"),
+                                      xla::ffi::StructMember<int64_t>("lead"), xla::ffi::StructMember<int64_t>("transport"),
+                                      xla::ffi::StructMember<int64_t>("pushers"), xla::ffi::StructMember<int64_t>("copiers"),
+                                      xla::ffi::StructMember<int64_t>("few_rows"),
                                       xla::ffi::StructMember<int64_t>("timeout_ms"), xla::ffi::StructMember<int64_t>("workers"),
                                       xla::ffi::StructMember<int64_t>("stall_us"),
                                       xla::ffi::StructMember<int64_t>("stall_seed"));

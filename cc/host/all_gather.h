@@ -28,6 +28,7 @@ class AllGather : RankPart<In, Out> {
       this->add_product(worker, t, this->product(t), rows(t));
       this->scale(worker, t);
       this->finish(worker, t);
+      this->gate(worker, t, rows(t));
       size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
       this->store(worker, t, this->y(t, row), this->pitch(t));
     }

@@ -65,7 +65,7 @@ struct Operands {
   float const* bias = nullptr;
   float const* scale = nullptr;  // of the product, if its operands have 8 bits
   std::byte* scratch = nullptr;  // strategy "signal": schedule/tile_groups.h
-  // Of the products after the first; all-gather has no other x, the others no other y and bias.
+  // Of the products after the first; all-gather has no other x (and, gated, no other y), the others no other y and bias.
   struct More {
     void const *x, *w;
     void* y;

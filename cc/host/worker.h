@@ -1,6 +1,7 @@
 // What the workers of all ops share: one rank's view of a call, and a worker's own state.
 #pragma once
 
+#include <optional>
 #include <random>
 #include <sstream>
 #include <thread>
@@ -30,8 +31,11 @@ class Stalls {
 template <typename In>
 struct Worker {
   Worker(Seat const& seat, uint32_t index)
-      : product(seat.spec->geometry, seat.spec->transpose_w), stalls(seat, index), index(index) {}
+      : product(seat.spec->geometry, seat.spec->transpose_w), stalls(seat, index), index(index) {
+    if (seat.spec->products.gated) up.emplace(seat.spec->geometry, seat.spec->transpose_w);
+  }
   TileProduct<In> product;
+  std::optional<TileProduct<In>> up;  // gated: the tile's other half
   Stalls stalls;
   uint32_t index;
 };
@@ -49,9 +53,9 @@ class RankPart {
 
   // All-gather: the product that a tile is of; and in its columns the tile's first. The other ops' tiles are of all products.
   uint32_t product(schedule::Tile const& t) const { return seat_.spec->gather() ? place(t).product : 0; }
-  uint32_t first_col(schedule::Tile const& t) const { return (seat_.spec->gather() ? place(t).block : t.col) * g_.tile_n; }
+  uint32_t first_col(schedule::Tile const& t) const { return (seat_.spec->gather() ? place(t).block : t.col) * tile_cols(); }
   uint32_t cols(schedule::Tile const& t) const {
-    return schedule::smaller(g_.tile_n, seat_.spec->n(product(t)) - first_col(t));
+    return schedule::smaller(tile_cols(), seat_.spec->n(product(t)) - first_col(t));
   }
 
   // Where `t` goes in a y whose first row of it is `row`; rows are `pitch` apart.
@@ -62,10 +66,13 @@ class RankPart {
 
   // Adds a product's share to the sums of `t`, whose rows of its x begin at `rows`.
   void add_product(Worker<In>& worker, schedule::Tile const& t, uint32_t product, In const* rows) const {
+    add_product(worker.product, t, product, rows);
+  }
+  void add_product(TileProduct<In>& sums, schedule::Tile const& t, uint32_t product, In const* rows) const {
     using W = typename TileProduct<In>::W;
     CallSpec const& spec = *seat_.spec;
-    worker.product.multiply(rows, g_.rows(t), static_cast<W const*>(seat_.operands.w_of(product)), spec.n(product),
-                            spec.k(product), first_col(t), cols(t));
+    sums.multiply(rows, g_.rows(t), static_cast<W const*>(seat_.operands.w_of(product)), spec.n(product), spec.k(product),
+                  first_col(t), cols(t));
   }
   void scale(Worker<In>& worker, schedule::Tile const& t) const {
     if (seat_.operands.scale == nullptr) return;
@@ -84,6 +91,20 @@ class RankPart {
       for (uint32_t j = 0; j < count; ++j) {
         float& sum = worker.product.row(i)[j];
         sum = activated(bias == nullptr ? sum : sum + bias[first + j], activation);
+      }
+  }
+
+  // Gated: multiplies the sums of `t`, which are finished, by those of up.
+  void gate(Worker<In>& worker, schedule::Tile const& t, In const* rows) const {
+    if (!worker.up) return;
+    worker.up->clear();
+    add_product(*worker.up, t, 1, rows);
+    float const* bias = seat_.operands.bias_of(1);
+    uint32_t first = first_col(t), count = cols(t);
+    for (uint32_t i = 0; i < g_.rows(t); ++i)
+      for (uint32_t j = 0; j < count; ++j) {
+        float sum = worker.up->row(i)[j];
+        worker.product.row(i)[j] *= bias == nullptr ? sum : sum + bias[first + j];
       }
   }
 
@@ -125,6 +146,8 @@ class RankPart {
   schedule::Raster raster_;
 
  private:
+  // Of y, in a tile.
+  uint32_t tile_cols() const { return seat_.spec->products.gated ? g_.tile_n / 2 : g_.tile_n; }
   schedule::Products::Place place(schedule::Tile const& t) const { return seat_.spec->products.find(t.col, g_.tile_n); }
 };
 

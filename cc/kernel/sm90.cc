@@ -72,6 +72,8 @@ std::string unsupported(Call const& call) {
   if (!schedule::is_sm90_tile(g.tile_m, g.tile_n))
     return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) +
            ": the sm_90 kernels have tiles of 256 x 256, 256 x 128 and 128 x 128; use one of these or leave both unset";
+  if (call.products.gated && (g.tile_m != 256 || is_float8(call.operands)))
+    return "gated products have tiles of 256 rows and 16-bit operands: leave tile_m and tile_n unset, and cast float8 operands";
   auto pitch = [](char const* what, uint64_t bytes) {
     return std::string("rows of ") + what + " are " + std::to_string(bytes) +
            " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
@@ -146,6 +148,7 @@ bool encode_maps(Call const& call, uint32_t i, Params& p) {
                                    schedule::larger(g.ranks - 1, 1), in),
                         block_k, rows, &p.gathered[parity]);
   }
+  if (gather && i >= call.products.results()) return ok;
   if (gather) return ok && encode(whole_view(call.y[i], n, g, out), image_cols, kImageRows, &p.y[i]);
   if (call.op == Op::kMatmulAllReduce) {
     ok = ok && encode(matrix_view(call.x[i], k, g, in), block_k, rows, &p.x[i]);
@@ -183,6 +186,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
   p.scale = call.scale;
+  p.gated = call.products.gated;
   p.gather = gather_of(call);
   set_arena(call, p);
   if (call.trace != nullptr) {

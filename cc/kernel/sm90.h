@@ -23,7 +23,7 @@ struct Call {
   Operands operands;
   bool transposed_w, float_out;  // the result is float32, else of 16-bit operands' type, bf16 of 8-bit ones
   schedule::Products products;
-  // By product; all-gather has one x, the other ops one y, bias and activation.
+  // By product; all-gather has one x (and, gated, one y and one activation), the other ops one y, bias and activation.
   void const *x[schedule::kMaxProducts], *w[schedule::kMaxProducts];
   void* y[schedule::kMaxProducts];
   float const* bias[schedule::kMaxProducts];  // one number for each column; null: none

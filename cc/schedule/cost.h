@@ -76,4 +76,9 @@ constexpr double xla_us(Op op, Geometry const& g, double out_bytes, uint32_t in_
   return gemm + kNcclUs + per_peer * (g.ranks - 1) / kNcclBytesPerUs;
 }
 
+// What XLA's kernel takes that reads the gate and up, written before, and writes y.
+constexpr double gate_us(Geometry const& g, double out_bytes) {
+  return 1.5 * g.ranks * g.batch * g.m_shard * g.n * out_bytes / kMemoryBytesPerUs;
+}
+
 }  // namespace entwine::schedule::cost

@@ -7,11 +7,12 @@
 
 namespace entwine::schedule {
 
-// The tile that cost.h predicts to be the fastest for these sizes.
-constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes, uint32_t in_bytes) {
+// The tile that cost.h predicts to be the fastest for these sizes. Gated products need both halves of a tile in one consumer.
+constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes, uint32_t in_bytes, bool gated = false) {
   TileShape best = kSm90Tiles[0];
   double best_us = 0;
   for (TileShape tile : kSm90Tiles) {
+    if (gated && tile.m != 256) continue;
     g.tile_m = tile.m;
     g.tile_n = tile.n;
     double us = cost::fused_us(op, g, out_bytes, in_bytes);
@@ -31,9 +32,9 @@ constexpr Form pick_form(Op op, Geometry const& g, uint32_t out_bytes, uint32_t 
 }
 
 // `g`'s own tile is ignored. The bytes are those of an element of y and of x.
-constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes, uint32_t in_bytes = 2) {
+constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes, uint32_t in_bytes = 2, bool gated = false) {
   if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1, Form::kTiles, 1};
-  TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes);
+  TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes, gated);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
   bool gather = op == Op::kAllGatherMatmul;
@@ -63,22 +64,23 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes, u
           larger(lead, g.ranks - 1),
           push ? Transport::kPush : Transport::kPull,
           pushers,
-          pick_form(op, g, out_bytes, in_bytes),
+          gated ? Form::kTiles : pick_form(op, g, out_bytes, in_bytes),
           copiers};
 }
 
 // Predicted microseconds on sm_90, with the plan's tile and on XLA: what strategy "auto" decides by. Some
-// calls are for tiles only.
+// calls are for tiles only, as gated ones are; on XLA these have one more kernel.
 struct Prediction {
   double fused_us, xla_us;
 };
-constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes = 2) {
-  TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes);
+constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes = 2,
+                             bool gated = false) {
+  TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes, gated);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
-  bool few = !tiles_only && pick_form(op, g, out_bytes, in_bytes) == Form::kFewRows;
+  bool few = !tiles_only && !gated && pick_form(op, g, out_bytes, in_bytes) == Form::kFewRows;
   return {few ? cost::few_rows_us(op, g, out_bytes) : cost::fused_us(op, g, out_bytes, in_bytes),
-          cost::xla_us(op, g, out_bytes, in_bytes)};
+          cost::xla_us(op, g, out_bytes, in_bytes) + (gated ? cost::gate_us(g, out_bytes) : 0)};
 }
 
 }  // namespace entwine::schedule

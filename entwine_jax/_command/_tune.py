@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .. import _checks, _ops
+from .. import _checks, _ops, _sums
 from .._autotune import autotune
 from .._tuning import Tuned
 from ._function import named
@@ -118,7 +118,7 @@ def _of_op(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, 
     of_w = columns if gather != options.transpose_w else rows
     of_y = columns if gather else P() if op == "matmul_all_reduce" else rows
     mapped = jax.shard_map(
-        lambda x, w: getattr(_ops, op)(x, w, "t", **keywords),
+        lambda x, w: getattr(_ops if gather else _sums, op)(x, w, "t", **keywords),
         mesh=Mesh(np.array(jax.devices()[:ranks]), ("t",)),
         in_specs=(rows if gather else columns, of_w),
         out_specs=(of_y, P()) if options.gathers else of_y,

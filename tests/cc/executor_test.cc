@@ -77,9 +77,11 @@ class Product {
         for (float& v : w) v = draw();
         x_.push_back(encode(x, spec.in));
         w_.push_back(encode(w, of_w(spec.in)));
-        y_.emplace_back(!gather() && p > 0 ? 0 : y_rows * spec.n(p) * element_bytes(spec.out), std::byte{0xff});
+        y_.emplace_back(p >= results() ? 0 : y_rows * spec.n(p) * element_bytes(spec.out), std::byte{0xff});
         bias_.emplace_back();
-        if (spec.activation[p] != schedule::Activation::kNone && (p == 0 || gather()))
+        bool biased =
+            spec.activation[p] != schedule::Activation::kNone || (spec.products.gated && p == 1 && spec.k(p) % 2 != 0);
+        if (biased && (p == 0 || gather()))
           for (uint32_t j = 0; j < spec.n(p); ++j)  // that of an all-reduce is the same on all ranks
             bias_.back().push_back(r == 0 || !replicate() ? static_cast<float>(noise() % 64) - 32 : bias_[0][j]);
       }
@@ -135,9 +137,8 @@ class Product {
   double worst(double relative) const {
     double worst = 0;
     uint32_t rows = replicate() ? g_.all_rows() : gather() ? g_.ranks * g_.m_shard : g_.m_shard;
-    uint32_t results = gather() ? spec_.products.count : 1;
     for (uint32_t r = 0; r < g_.ranks; ++r)
-      for (uint32_t p = 0; p < results; ++p)
+      for (uint32_t p = 0; p < results(); ++p)
         for (uint32_t b = 0; b < g_.batch; ++b)
           for (uint32_t i = 0; i < rows; ++i)
             for (uint32_t j = 0; j < spec_.n(p); ++j) {
@@ -152,6 +153,11 @@ class Product {
               if (is_float8(spec_.in)) want *= scale_;
               if (!bias_[at(r, p)].empty()) want += bias_[at(r, p)][j];
               if (spec_.activation[p] == schedule::Activation::kRelu) want = std::max(want, 0.0);
+              if (spec_.products.gated) {
+                double up = bias_[at(r, 1)].empty() ? 0 : bias_[at(r, 1)][j];
+                add(i / g_.m_shard, 0, size_t(b) * g_.m_shard + i % g_.m_shard, r, 1, j, up, size);
+                want = decode(encode({static_cast<float>(want * up)}, spec_.out), 0, spec_.out);  // too large to be exact
+              }
               double error = std::abs(decode(y_[at(r, p)], (size_t(b) * rows + i) * spec_.n(p) + j, spec_.out) - want);
               if (!(error <= relative * size)) worst = std::max(worst, error == error ? error - relative * size : 1e30);
             }
@@ -161,6 +167,7 @@ class Product {
  private:
   bool gather() const { return spec_.op == Op::kAllGatherMatmul; }
   bool replicate() const { return spec_.op == Op::kMatmulAllReduce; }
+  uint32_t results() const { return gather() ? spec_.products.results() : 1; }
   // Of one product of a rank: all-gather has one x.
   uint32_t at(uint32_t rank, uint32_t product) const { return rank * spec_.products.count + product; }
   // `x_product` of x_rank's x's row times column `col` of `product` of w_rank's w.
@@ -235,6 +242,14 @@ void become_several(CallSpec& spec, Random& random) {
     if (random.below(2) == 0) spec.activation[i] = schedule::Activation::kRelu;
 }
 
+// Two products of as many columns, and one y, whose tile is half as wide.
+void become_gated(CallSpec& spec) {
+  Geometry& g = spec.geometry;
+  spec.products = {2, {g.n, g.n}, true};
+  g.n *= 2;
+  g.tile_n = spec.plan.tile_n = g.tile_n + g.tile_n % 2;
+}
+
 // Strategy "signal": one product of operands of 16 or 32 bits and a result of the same, and nothing is gathered beside.
 void become_grouped(CallSpec& spec, Random& random) {
   spec.grouped = true;
@@ -273,7 +288,11 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
     uint32_t rows = random.upto(ranks * g.m_shard);
     g = schedule::all_reduce_geometry(ranks, rows, g.n, g.k, tile_m, tile_n, random.upto(3));
   }
-  if (random.below(2) == 0) become_several(spec, random);
+  if (random.below(2) == 0) {
+    become_several(spec, random);
+  } else if (spec.gather() && !is_float8(spec.in) && random.below(2) == 0) {
+    become_gated(spec);
+  }
   if (ranks > 1 && random.below(3) == 0) become_grouped(spec, random);
   return spec;
 }
@@ -298,7 +317,7 @@ void run_and_check(Team& team, std::vector<Product>& products, int64_t run, Rand
     CHECK_THAT(p.exact(), p.spec().name << ", ranks " << g.ranks << ", batch " << g.batch << ", m_shard " << g.m_shard << ", n "
                                         << g.n << ", k " << g.k << ", tile " << g.tile_m << " x " << g.tile_n << ", workers "
                                         << p.spec().workers << ", products " << p.spec().products.count
-                                        << (p.spec().grouped ? ", grouped" : ""));
+                                        << (p.spec().products.gated ? ", gated" : "") << (p.spec().grouped ? ", grouped" : ""));
   }
 }
 

@@ -103,12 +103,13 @@ inline void add_products(Input& in, Random& random, int64_t most) {
   auto& a = in.attributes;
   bool gather = in.op == Op::kAllGatherMatmul;
   a.products = random.one_in(2) ? 1 : random.from(2, schedule::kMaxProducts);
+  a.gated = gather && a.products == 2 && !in.has_scale && random.one_in(2);
   for (int64_t i = 1; i < a.products; ++i) {
     Input::More& m = in.more[i - 1];
-    int64_t size = random.from(1, most), n = gather ? size : in.y[2], k = gather ? in.x[2] : size;
+    int64_t size = a.gated != 0 ? in.y[2] : random.from(1, most), n = gather ? size : in.y[2], k = gather ? in.x[2] : size;
     m.has_w = true;
     m.has_x = !gather;
-    m.has_y = gather;
+    m.has_y = gather && a.gated == 0;
     m.x = {in.x[0], in.x[1], k};
     m.w = a.transpose_w != 0 ? std::vector{n, k} : std::vector{k, n};
     m.y = {in.y[0], in.y[1], n};
@@ -119,7 +120,7 @@ inline void add_products(Input& in, Random& random, int64_t most) {
     if (!gather) continue;
     m.has_bias = random.one_in(3);
     a.biased |= int64_t(m.has_bias) << i;
-    a.activation |= random.from(0, schedule::kActivations - 1) << (8 * i);
+    if (a.gated == 0) a.activation |= random.from(0, schedule::kActivations - 1) << (8 * i);
   }
 }
 
@@ -176,9 +177,9 @@ inline Input good(Random& random) {
 
 inline void spoil(Input& in, Random& random) {
   auto& a = in.attributes;
-  int64_t* attributes[] = {&a.team_size, &a.transpose_w, &a.products,   &a.tile_m,   &a.tile_n,  &a.raster,
-                           &a.lead,      &a.transport,   &a.pushers,    &a.copiers,  &a.biased,  &a.activation,
-                           &a.scaled,    &a.few_rows,    &a.timeout_ms, &a.stall_us, &a.workers, &a.stall_seed};
+  int64_t* attributes[] = {&a.team_size, &a.transpose_w, &a.products, &a.tile_m,  &a.tile_n,     &a.raster, &a.lead,
+                           &a.transport, &a.pushers,     &a.copiers,  &a.biased,  &a.activation, &a.gated,  &a.scaled,
+                           &a.few_rows,  &a.timeout_ms,  &a.stall_us, &a.workers, &a.stall_seed};
   std::vector<std::vector<int64_t>*> dims = {&in.x, &in.w, &in.y, &in.z, &in.whole, &in.bias, &in.scale};
   std::vector<ffi::DataType*> types = {&in.x_type,     &in.w_type,    &in.y_type,    &in.z_type,
                                        &in.whole_type, &in.bias_type, &in.scale_type};

@@ -48,8 +48,10 @@ class Safety {
     Wide joined = 0;
     for (int64_t i = 0; i < in_.attributes.products; ++i) {
       Wide size = Wide(own_size(i));
-      joined += gather && in_.attributes.products > 1 ? (size + g_.tile_n - 1) / g_.tile_n * g_.tile_n : size;
+      bool whole_tiles = gather && in_.attributes.products > 1 && !p_.products.gated;
+      joined += whole_tiles ? (size + g_.tile_n - 1) / g_.tile_n * g_.tile_n : size;
     }
+    expect(!p_.products.gated || in_.target == Target::kSm90 || g_.tile_n % 2 == 0, "halves of a tile");
     expect(gather ? g_.k == uint64_t(in_.x[2]) && g_.n == joined : g_.k == joined && g_.n == uint64_t(in_.y[2]), "n and k");
     Wide rows = Wide(in_.x[0]) * Wide(gather ? in_.x[1] * in_.attributes.team_size : in_.x[1]);
     expect(Wide(g_.ranks) * g_.batch * g_.m_shard - g_.missing == rows, "rows");
@@ -68,6 +70,7 @@ class Safety {
   // n of a product of an all-gather, k of one of the others.
   uint64_t own_size(int64_t i) const {
     bool gather = in_.op == Op::kAllGatherMatmul;
+    if (p_.products.gated) i = 0;
     std::vector<int64_t> const& of = i == 0 ? (gather ? in_.y : in_.x) : gather ? in_.more[i - 1].y : in_.more[i - 1].x;
     return uint64_t(of[2]);
   }
@@ -76,7 +79,7 @@ class Safety {
   void fits(uint32_t i) {
     bool gather = p_.op == Op::kAllGatherMatmul;
     std::vector<int64_t> const &x = i == 0 || gather ? in_.x : in_.more[i - 1].x, &w = i == 0 ? in_.w : in_.more[i - 1].w;
-    std::vector<int64_t> const& y = i == 0 || !gather ? in_.y : in_.more[i - 1].y;
+    std::vector<int64_t> const& y = i == 0 || !gather || p_.products.gated ? in_.y : in_.more[i - 1].y;
     std::vector<int64_t> matrix = p_.transpose_w ? std::vector{y[2], x[2]} : std::vector{x[2], y[2]};
     expect(w == matrix && x[0] == in_.x[0] && x[1] == in_.x[1] && y[0] == in_.y[0] && y[1] == in_.y[1], "a product's shapes");
     bool biased = (gather || i == 0) && (in_.attributes.biased >> i & 1) != 0;
@@ -92,6 +95,14 @@ class Safety {
     bool gather = p_.op == Op::kAllGatherMatmul;
     uint32_t whole = gather ? g_.n : g_.k, block = gather ? g_.tile_n : 64;  // 64: the kernels' k block
     schedule::Beginnings begin = schedule::beginnings(all, whole, block);
+    if (all.gated) {
+      fits(0);
+      fits(1);
+      uint32_t at = uint32_t(random.below(g_.cols()));
+      expect(begin.at[0] == 0 && begin.at[1] == g_.cols() && begin.of(at) == 0, "tiles of both products");
+      expect(all.find(at, block).block == at && all.find(at, block).product == 0, "the place of a tile of both");
+      return;
+    }
     uint64_t blocks = 0;
     for (uint32_t i = 0; i < all.count; ++i) {
       fits(i);

@@ -46,6 +46,13 @@ struct Call {
     return *this;
   }
 
+  Call& gated() {
+    attributes.products = 2;
+    attributes.gated = 1;
+    ws = {{7, 5}};
+    return *this;
+  }
+
   ffi::ErrorOr<Problem> decode(schedule::Target target = schedule::Target::kHost) {
     attributes.groups = {groups.data(), groups.size()};
     XLA_FFI_Buffer xb = buffer(x, x_type), wb = buffer(w, w_type), yb = buffer(y, y_type);
@@ -217,6 +224,33 @@ void check_fault(Call call, Fault const& fault) {
   for (std::string const& word : fault.words) CHECK_THAT(message.find(word) != std::string::npos, message << " lacks " << word);
 }
 
+// One y of 5 columns, in tiles that have 2 of each product's.
+void gated_products_decode() {
+  Call call = Call(Op::kAllGatherMatmul).gated();
+  call.attributes.tile_n = 3;  // made even
+  call.attributes.biased = 2;
+  call.biases = {{5}};
+  call.attributes.activation = 4;
+  auto problem = call.decode();
+  CHECK_THAT(problem.has_value(), problem.error().message());
+  if (!problem.has_value()) return;
+  CHECK(problem->geometry.n == 10 && problem->geometry.tile_n == 4 && problem->geometry.cols() == 3);
+  CHECK(problem->products.gated && problem->products.count == 2 && problem->products.results() == 1);
+  CHECK(problem->activation[0] == schedule::Activation::kSilu && problem->activation[1] == schedule::Activation::kNone);
+  Fault const faults[] = {
+      {[](Call& c) { c.attributes.gated = 2; }, {"can be gated", "2 of 2"}},
+      {[](Call& c) { c.attributes.products = 1; }, {"can be gated", "1 of 1"}},
+      {[](Call& c) { c.ws[0] = {7, 6}; }, {"gated w have 5 and 6 columns"}},
+      {[](Call& c) { c.ws[0] = {6, 5}; }, {"w of product 1 has", "size 6"}},
+      {[](Call& c) { c.ys = {{2, 40, 5}}; }, {"product 1 lacks"}},
+      {[](Call& c) { c.attributes.activation = 1 << 8; }, {"no activation 256"}},
+      {[](Call& c) { c.attributes.biased = 2, c.biases = {{4}}; }, {"bias must be float32", "(5)"}},
+      {[](Call& c) { c.float8(ffi::F8E4M3FN), c.more_type = ffi::F8E4M3FN; }, {"no float8"}},
+  };
+  for (Fault const& fault : faults) check_fault(Call(Op::kAllGatherMatmul).gated(), fault);
+  check_fault(Call(Op::kMatmulReduceScatter).several(), {[](Call& c) { c.attributes.gated = 1; }, {"can be gated"}});
+}
+
 void bad_gatherings_are_named() {
   Fault const both[] = {
       {[](Call& c) { ++c.gathered[1]; }, {"gathered", "must be"}},
@@ -335,6 +369,7 @@ int main() {
                      {"plans are cut to size", plans_are_cut_to_size},
                      {"an all-reduce takes any rows", an_all_reduce_takes_any_rows},
                      {"several products decode", several_products_decode},
+                     {"gated products decode", gated_products_decode},
                      {"bad calls are named", bad_calls_are_named},
                      {"bad products are named", bad_products_are_named},
                      {"float8 has a scale", float8_has_a_scale},

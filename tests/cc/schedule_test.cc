@@ -464,6 +464,29 @@ void products_lie_one_after_another() {
   }
 }
 
+// Half of each tile's columns are one's and half the other's, so that these cover y; and plans have tiles whose halves meet in
+// a thread.
+void gated_products_share_tiles() {
+  Shapes shapes;
+  for (int i = 0; i < 500; ++i) {
+    uint32_t half = shapes.upto(8), n = shapes.upto(60);
+    Products products{2, {n, n}, true};
+    Geometry g{shapes.upto(8), 1, shapes.upto(3000), static_cast<uint32_t>(products.joined(2 * half)), 64, 8, 2 * half};
+    CHECK(products.results() == 1 && g.cols() == ceil_div(n, half));
+    CHECK(columns(Op::kAllGatherMatmul, g, products, 0) == n && columns(Op::kAllGatherMatmul, g, products, 1) == n);
+    Beginnings begin = beginnings(products, g.n, g.tile_n);
+    CHECK_EQ(begin.at[1], g.cols());
+    for (uint32_t at = 0; at < g.cols(); ++at) CHECK(begin.of(at) == 0 && products.find(at, g.tile_n).block == at);
+    for (uint32_t bytes : {2u, 4u}) {
+      Plan plan = make_plan(Op::kAllGatherMatmul, Target::kSm90, g, bytes, 2, true);
+      CHECK(plan.tile_m == 256 && is_sm90_tile(plan.tile_m, plan.tile_n) && plan.form == Form::kTiles);
+      // XLA reads and writes once more.
+      CHECK(predict(Op::kAllGatherMatmul, g, bytes, true, 2, true).xla_us >
+            predict(Op::kAllGatherMatmul, g, bytes, true).xla_us);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace entwine::schedule
 
@@ -485,6 +508,7 @@ int main() {
        {"signal words have one writer and all are awaited", signal_words_have_one_writer_and_all_are_awaited},
        {"epochs wrap around", epochs_wrap_around},
        {"products lie one after another", products_lie_one_after_another},
+       {"gated products share tiles", gated_products_share_tiles},
        {"few rows are cut completely", few_rows_are_cut_completely},
        {"plans are sound", plans_are_sound}});
 }

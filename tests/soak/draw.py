@@ -45,6 +45,7 @@ class Call:
     transpose_w: bool = False
     bias: bool = False
     activation: str | None = None
+    gated: bool = False  # an all-gather's two products have one result
 
     def rows(self, ranks: int) -> int:
         return ranks * self.m_shard - self.odd
@@ -63,8 +64,13 @@ class Call:
         return 1 if self.gathers else len(self.sizes)
 
     @property
-    def ys(self) -> int:
+    def sums(self) -> int:
+        """Each may have a bias."""
         return len(self.sizes) if self.gathers else 1
+
+    @property
+    def ys(self) -> int:
+        return 1 if self.gated else self.sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +165,12 @@ class _Calls:
         # Of float8 there are sums, but no several weights.
         alone = self.float8 and op == "all_gather_matmul"
         more = tuple(self.columns() for _ in range(0 if alone else self.rng.choice([0, 0, 0, 1, 2, 3])))
+        gated = gather and not alone and self.rng.random() < 0.3
+        more = (n,) if gated else more
         gathered = gather and self.rng.random() < 0.4
         tiled = bool(more) or gathered  # the kernels for few rows take one product and gather nothing for others
-        config = self.config(batch, m_shard, n, odd, tiled)
-        return Call(op, batch, m_shard, n, k, config, odd, more, gathered, **self.finish(results))
+        config = self.config(batch, m_shard, n, odd, tiled, gated)
+        return Call(op, batch, m_shard, n, k, config, odd, more, gathered, **self.finish(results), gated=gated)
 
     def chain(self, batch: tuple[int, ...], closed: bool) -> list[Call]:
         """Up, down, up, down ...; `closed` ends as wide as it begins."""
@@ -201,7 +209,13 @@ class _Calls:
         return self.rng.choice([self.unit, edge, self.unit * self.rng.randint(1, 1400 // self.unit)])
 
     def config(
-        self, batch: tuple[int, ...], m_shard: int, n: int, odd: int = 0, tiled: bool = False
+        self,
+        batch: tuple[int, ...],
+        m_shard: int,
+        n: int,
+        odd: int = 0,
+        tiled: bool = False,
+        gated: bool = False,
     ) -> tuple[tuple[str, Any], ...]:
         """Of what a user may set, some."""
         rng, most = self.rng, 70 if self.gpu else 8
@@ -221,12 +235,13 @@ class _Calls:
             )
             config["few_rows"] = rng.choice([True, False]) if few else False
         if rng.random() < 0.5:
-            config["tile_m"], config["tile_n"] = rng.choice(self.machine.tiles)
+            tiles = [tile for tile in self.machine.tiles if not (self.gpu and gated and tile[0] != 256)]
+            config["tile_m"], config["tile_n"] = rng.choice(tiles)
         config["timeout_s"] = self.machine.timeout_s
         if not self.gpu:
             config["workers"] = rng.randint(1, 3)
             tile_m, tile_n = config.get("tile_m", 32), config.get("tile_n", 32)
-            tiles = self.ranks * math.prod(batch) * -(-m_shard // tile_m) * -(-n // tile_n)
-            config["stall_us"] = min(rng.choice([0, 0, 100, 1000]), 10000 // tiles)  # milliseconds a call
+            count = self.ranks * math.prod(batch) * -(-m_shard // tile_m) * -(-n // tile_n)
+            config["stall_us"] = min(rng.choice([0, 0, 100, 1000]), 10000 // count)  # milliseconds a call
             config["stall_seed"] = rng.randrange(1000)
         return tuple(sorted(config.items()))

@@ -107,9 +107,9 @@ def _op(call: Call, program: Program, team: Any, ws: Iterator[Any], biases: Iter
     if program.float8:
         options["scales"] = tuple(map(jnp.float32, SCALES))
     w = tuple(itertools.islice(ws, len(call.sizes)))
-    bias = list(itertools.islice(biases, call.ys)) if call.bias else [None] * call.ys
-    activation = [call.activation] * call.ys
-    several = call.ys > 1
+    bias = list(itertools.islice(biases, call.sums)) if call.bias else [None] * call.sums
+    if call.gated:
+        options["gated"] = True
     op = functools.partial(
         getattr(entwine_jax, call.op),
         axis_name=team,
@@ -117,8 +117,8 @@ def _op(call: Call, program: Program, team: Any, ws: Iterator[Any], biases: Iter
         preferred_element_type=jnp.dtype(program.result),
         config=entwine_jax.Config(**dict(call.config)),
         transpose_w=call.transpose_w,
-        bias=bias if several else bias[0],
-        activation=activation if several else activation[0],
+        bias=bias if call.sums > 1 else bias[0],
+        activation=[call.activation] * call.ys if call.ys > 1 else call.activation,
         **options,
     )
     return lambda x, given=None: op(x, given if given is not None else w if call.more else w[0])
@@ -165,7 +165,7 @@ class _Specs:
             w = P(*across[::-1] if call.transpose_w else across)
             y = columns if call.gathers else rows if call.op == "matmul_reduce_scatter" else whole
             self.w += [w] * len(call.sizes)
-            self.bias += [P(team if call.gathers else None)] * call.ys * call.bias
+            self.bias += [P(team if call.gathers else None)] * call.sums * call.bias
             if chained:
                 self.x, self.results = [rows], [rows]
                 continue
@@ -199,7 +199,7 @@ class _Inputs:
             k, n = sum(k for k, _ in sizes[: call.xs]), sum(n for _, n in sizes[: call.ys])
             terms = max(k, n) if program.kind == "gradient" else k
             self.w += [self.signs((WS, *size), terms) for size in sizes]
-            self.bias += [self.signs((WS, n), 1) for _, n in sizes[: call.ys * call.bias]]
+            self.bias += [self.signs((WS, n), 1) for _, n in sizes[: call.sums * call.bias]]
             self.dtypes += [result] * call.ys + ([program.dtype] if call.gathered else [])
             if program.kind == "gradient":
                 self.bound = min(self.bound, exact(program.dtype))
@@ -231,8 +231,12 @@ class _Inputs:
     def results(
         self, call: Call, xs: Sequence[np.ndarray], j: int, ws: Iterator[np.ndarray], biases: Iterator[np.ndarray]
     ) -> Any:
-        """A call's: one for each w, or one of all pairs."""
+        """A call's: one for each w, or one of all pairs; or of two w whose products are multiplied."""
         own = [w[j] for w in itertools.islice(ws, len(call.sizes))]
+        if call.gated:
+            gate, up = (self.product((xs[0], w)) + (next(biases)[j] if call.bias else 0) for w in own)
+            yield (np.maximum(gate, 0) if call.activation else gate) * up
+            return
         for pairs in [[(xs[0], w)] for w in own] if call.gathers else [[*zip(xs, own, strict=True)]]:
             y = self.product(*pairs)
             y = y * (SCALES[0] * SCALES[1]) if self.program.float8 else y

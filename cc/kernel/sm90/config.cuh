@@ -31,6 +31,8 @@ struct Config {
   static constexpr bool kTransposedW = kTransposedW_;  // w is stored (n, k)
   static_assert(kTransposedW || !kFloat8, "8-bit operands are contiguous in k");
   static constexpr bool kFloatOut = kFloatOut_;
+  // Whether a launch may be gated (schedule/products.h): the first half of a thread's accumulators is gate then, the second up.
+  static constexpr bool kGates = kGather && kStacked && !kFloat8;
   using Pair =
       std::conditional_t<kOperands == Operands::kF16, ptx::F16Pair, ptx::Bf16Pair>;  // of the result, if it isn't float32
   static constexpr bool kTraced = kTraced_;                                          // takes notes: tracer.cuh

@@ -90,11 +90,7 @@ class Consumer {
       schedule::Tile tile = unpack_tile(packed);
       bool own = C::kGather || tile.owner == cta_.params.rank;
       if constexpr (C::kGather) product_ = cta_.params.begin.of(tile.col);
-      if (own) {
-        uint32_t first = C::kGather ? cta_.params.begin.at[product_] : 0;
-        bias_.load(epilogue(), (tile.col - first) * C::kTileN + (C::kStacked ? 0 : index_ * C::kConsumerN),
-                   cta_.params.n[C::kGather ? product_ : 0], lane_);
-      }
+      if (own) load_bias(tile.col);
       for (uint32_t k = 0; k < cta_.params.k_blocks; ++k) {
         multiply(k);
         ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
@@ -149,13 +145,37 @@ class Consumer {
   }
 
   __device__ __forceinline__ Epilogue const& epilogue() const { return cta_.params.epilogue[C::kGather ? product_ : 0]; }
+  __device__ __forceinline__ bool gated() const { return C::kGates && cta_.params.gated; }
+
+  __device__ __forceinline__ void load_bias(uint32_t tile_col) {
+    Params const& p = cta_.params;
+    if (gated()) {
+      bias_.load(p.epilogue[0], p.epilogue[1], tile_col * (C::kTileN / 2), p.n[0], lane_);
+    } else {
+      uint32_t first = C::kGather ? p.begin.at[product_] : 0;
+      bias_.load(epilogue(), (tile_col - first) * C::kTileN + (C::kStacked ? 0 : index_ * C::kConsumerN),
+                 p.n[C::kGather ? product_ : 0], lane_);
+    }
+  }
+
+  __device__ __forceinline__ bool biased() const {
+    return epilogue().bias != nullptr || (gated() && cta_.params.epilogue[1].bias != nullptr);
+  }
 
   // Bias and activation of one image, whose sums are whole.
   template <int kImage>
   __device__ __forceinline__ void finish() {
-    float* values = acc_ + kImage * Image<C>::kValues;
-    bias_.template add<kImage, Image<C>::kValues / 4>(epilogue(), values, lane_);
-    activate<Image<C>::kValues>(epilogue(), values);
+    constexpr int kValues = Image<C>::kValues, kUp = kImage + C::kImages / 2;
+    float* values = acc_ + kImage * kValues;
+    if (biased()) bias_.template add<kImage, kValues / 4>(values, lane_);
+    activate<kValues>(epilogue(), values);
+    if constexpr (C::kGates && kUp < C::kImages)
+      if (gated()) {  // by the same elements of up
+        float* ups = acc_ + kUp * kValues;
+        if (biased()) bias_.template add<kUp, kValues / 4>(ups, lane_);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) values[i] *= ups[i];
+      }
   }
 
   // Adds what has to be added and hands the tile to the storer, image by image; an own tile becomes y. (A loop over images is
@@ -181,6 +201,8 @@ class Consumer {
     ptx::fence_proxy_async_shared();
     ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
     ++used_;
+    if constexpr (kImage + 1 == C::kImages / 2)
+      if (gated()) return;  // what is left has been multiplied in
     if constexpr (kImage + 1 < C::kImages) store<kImage + 1>(own);
   }
 

@@ -76,20 +76,18 @@ class ColumnBias {
  public:
   // `column`: the part's first, of n.
   __device__ __forceinline__ void load(Epilogue const& e, uint32_t column, uint32_t n, uint32_t lane) {
-    if (e.bias == nullptr) return;
-    column += lane / 4 * (kPairs * 8) + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      first_[i] = second_[i] = 0;
-      if (column + i * 8 < n)  // which is even
-        asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(first_[i]), "=f"(second_[i]) : "l"(e.bias + column + i * 8));
-    }
+    if (e.bias != nullptr) load<false>(e.bias, column, n, lane);
+  }
+  // Of a gated tile: lanes of the first half have the gate's columns, the others the same ones of up.
+  __device__ __forceinline__ void load(Epilogue const& gate, Epilogue const& up, uint32_t column, uint32_t n, uint32_t lane) {
+    if (gate.bias == nullptr && up.bias == nullptr) return;
+    bool second = lane >= 16;
+    load<true>(second ? up.bias : gate.bias, column - (second ? C::kConsumerN / 2 : 0), n, lane);
   }
 
-  // To an image of the accumulators, which has kGroups groups of eight columns.
+  // To an image of the accumulators, which has kGroups groups of eight columns, if there is a bias.
   template <int kImage, int kGroups>
-  __device__ __forceinline__ void add(Epilogue const& e, float* values, uint32_t lane) const {
-    if (e.bias == nullptr) return;
+  __device__ __forceinline__ void add(float* values, uint32_t lane) const {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       int group = kImage * kGroups + j;
@@ -104,6 +102,17 @@ class ColumnBias {
   }
 
  private:
+  template <bool kMayLack>
+  __device__ __forceinline__ void load(float const* bias, uint32_t column, uint32_t n, uint32_t lane) {
+    column += lane / 4 * (kPairs * 8) + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      first_[i] = second_[i] = 0;
+      if (column + i * 8 < n && !(kMayLack && bias == nullptr))  // n is even
+        asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(first_[i]), "=f"(second_[i]) : "l"(bias + column + i * 8));
+    }
+  }
+
   static constexpr int kPairs = C::kConsumerN / 64;
   float first_[kPairs], second_[kPairs];
 };

@@ -6,7 +6,8 @@
 // them is never stored. w coordinates: (n, k), or (k, n) when stored transposed.
 //
 // Of several products all-gather's tile belongs to one, by its column; in the other ops a tile's k blocks go on from one pair
-// of x and w to the next. Each has its own maps, and coordinates begin with each.
+// of x and w to the next. Each has its own maps, and coordinates begin with each. Gated, the first CTA's half of w's tile is
+// the gate's and the second one's up's, of the same columns.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
@@ -29,6 +30,11 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
     uint32_t product = C::kGather ? p.begin.of(tile.col) : 0;
     CUtensorMap const *x = p.x, *w = &p.w[product];
     uint32_t col = (tile.col - (C::kGather ? p.begin.at[product] : 0)) * C::kTileN;
+    if constexpr (C::kGates)
+      if (p.gated) {
+        w = &p.w[cta.rank_in_cluster];
+        col = (tile.col - cta.rank_in_cluster) * (C::kTileN / 2);  // less where its half of the tile begins
+      }
     uint32_t first = 0, next = C::kGather ? 0 : p.begin.at[1];  // k blocks at which a pair begins
     uint32_t third = tile.owner, fourth = batch;
     if constexpr (C::kReplicate) {

@@ -75,6 +75,7 @@ struct Params {
 
   Epilogue epilogue[schedule::kMaxProducts];  // of each y
   float const* scale;                         // 8-bit operands: what their product is multiplied by, before it is rounded
+  uint32_t gated;                             // two products, one y: schedule/products.h
 
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return last; }
 };

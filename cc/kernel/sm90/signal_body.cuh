@@ -19,6 +19,7 @@ struct SignalConfig
     : Config<schedule::Op::kAllGatherMatmul, 256, kTileN_, kOperands_, kTransposedW_, /*kFloatOut=*/false, /*kTraced=*/false> {
   static constexpr int kBuffers = 4;
   static constexpr int kPieces = 0;
+  static constexpr bool kGates = false;
 };
 
 __device__ __forceinline__ schedule::Tile signal_tile(SignalParams const& s, uint32_t position) {

@@ -5,7 +5,7 @@
 // y coordinates, all-gather: (n, row, chunk, batch), the rows of a batch are the chunks in rank order; reduce-scatter:
 // (n, row, batch, 0); all-reduce: (n, row, 0, 0). Rows past a chunk and columns past the end are clipped by TMA, but in an
 // all-reduce rows past a chunk are the next one's: see inside(). Partials and finished tiles travel as raw images. Of several
-// products, all-gather's tile is one's, whose columns begin anew.
+// products, all-gather's tile is one's, whose columns begin anew. A gated tile has half as many columns of y.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
@@ -61,6 +61,11 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
       if (!remote) there = inside<C>(p, tile, part);
     }
     uint32_t sources = reduce ? p.ranks - 1 : 1, items = C::kImages * sources;  // an item is one use of a buffer
+    if constexpr (C::kGates)
+      if (p.gated) {
+        col /= 2;
+        items /= 2;
+      }
     auto buffer = [&](uint32_t item) { return (used + item) % C::kBuffers; };
 
     for (uint32_t item = 0; item < items; ++item) {

@@ -49,7 +49,8 @@ struct Sum {
   Products products;
   uint32_t seed, rank, product;  // product: of all-gather
   float scale;
-  bool finishes;  // bias and relu
+  bool finishes;   // bias and relu
+  bool up_biased;  // of gated products
 };
 
 // Row `row` of x_rank's x times column `col` of w_rank's w; all-gather has one x.
@@ -79,9 +80,13 @@ __device__ float wanted(Sum const& s, uint32_t n, uint32_t index) {
     }
   }
   float y = static_cast<float>(sum) * s.scale;
-  if (!s.finishes) return y;
   uint32_t of = s.op == Op::kAllGatherMatmul ? s.rank : 0;
-  return fmaxf(y + static_cast<float>(3 * element(seed_of(s.seed, of, s.product, kBias), col)), 0);
+  auto bias = [&](uint32_t product) { return static_cast<float>(3 * element(seed_of(s.seed, of, product, kBias), col)); };
+  if (s.finishes) y = fmaxf(y + bias(s.product), 0);
+  if (!s.products.gated) return y;
+  uint32_t batch = chunk / g.ranks, owner = chunk - batch * g.ranks;
+  float up = static_cast<float>(product_of(s, 1, g.k, n, owner, batch * g.m_shard + in_chunk, s.rank, col));
+  return y * (s.up_biased ? up + bias(1) : up) + 0.0f;  // no negative zero
 }
 
 struct Verdict {
@@ -129,13 +134,21 @@ __global__ void compare_gathered(uint8_t const* guarded, Operands type, Chunk ch
 struct Shape {
   uint32_t batch, m_shard, other;  // other: the size that all products have, k of all-gather and n of the others
   std::vector<uint32_t> sizes;
+  bool gated = false;
 };
 // Ends of tiles and of k blocks within and at the ends of products; products shorter than one; two, three and four. All are
 // smaller than shapes of the other tests, for whose arena they are.
 std::vector<Shape> shapes_of(bool gather, bool float8) {
   if (gather) {
     uint32_t k = float8 ? 144 : 72;
-    return {{1, 100, k, {136, 8}}, {3, 129, k, {8, 520, 264}}, {1, 300, k, {256, 40, 8, 128}}, {1, 1, k, {264, 264}}};
+    std::vector<Shape> shapes{
+        {1, 100, k, {136, 8}}, {3, 129, k, {8, 520, 264}}, {1, 300, k, {256, 40, 8, 128}}, {1, 1, k, {264, 264}}};
+    // Gated: less than half a tile, and one column of eight or all of the next; one k block, and several.
+    if (!float8)
+      for (Shape const& gated :
+           {Shape{1, 300, k, {136, 136}}, {2, 129, 264, {520, 520}}, {1, 260, 8, {40, 40}}, {1, 1, k, {128, 128}}})
+        shapes.push_back({gated.batch, gated.m_shard, gated.other, gated.sizes, true});
+    return shapes;
   }
   if (float8) return {{1, 100, 136, {144, 16}}, {3, 129, 264, {16, 272, 128}}, {1, 300, 520, {128, 48, 16, 128}}};
   return {{1, 100, 136, {72, 8}}, {3, 129, 264, {8, 264, 64}}, {1, 300, 520, {64, 40, 8, 128}}, {1, 1, 8, {128, 128}}};
@@ -153,6 +166,7 @@ class Case {
       : team_(team), v_(variant), seed_(seed), scale_(is_float8(variant.operands) ? scale : 1), buffers_(team.size()) {
     products_.count = static_cast<uint32_t>(shape.sizes.size());
     std::copy(shape.sizes.begin(), shape.sizes.end(), products_.sizes);
+    products_.gated = shape.gated;
     uint32_t joined = static_cast<uint32_t>(products_.joined(gather() ? v_.tile.n : 1));
     uint32_t n = gather() ? joined : shape.other, k = gather() ? shape.other : joined;
     g_ = {team.size(), shape.batch, shape.m_shard, n, k, v_.tile.m, v_.tile.n};
@@ -161,7 +175,7 @@ class Case {
       g_ = schedule::all_reduce_geometry(g_.ranks, rows, n, k, v_.tile.m, v_.tile.n,
                                          schedule::chunk_unit(schedule::Target::kSm90));
     }
-    results_ = gather() ? products_.count : 1;
+    results_ = gather() ? products_.results() : 1;
   }
 
   std::string fault() {
@@ -196,8 +210,10 @@ class Case {
   }
   // Of several results, every other one has a bias and relu.
   bool finishes(uint32_t i) const { return v_.finishes && i % 2 == 0; }
+  // Of gated ones the second has a bias with and without the first.
+  bool up_biased() const { return products_.gated && seed_ % 2 == 0; }
   std::string name() const {
-    std::string text = to_string(v_) + ", " + to_string(g_) + ", products of";
+    std::string text = to_string(v_) + ", " + to_string(g_) + (products_.gated ? ", gated" : "") + ", products of";
     for (uint32_t i = 0; i < products_.count; ++i) text += " " + std::to_string(products_.sizes[i]);
     return text;
   }
@@ -242,7 +258,8 @@ class Case {
                    for (uint32_t i = 1; i < products_.count; ++i) {
                      call.w[i] = b.w[i];
                      if (!gather()) call.x[i] = b.x[i];
-                     if (gather()) call.y[i] = b.y[i] + kGuardBytes;
+                     if (gather() && i < results_) call.y[i] = b.y[i] + kGuardBytes;
+                     if (up_biased()) call.bias[i] = b.bias[i];
                      if (!gather() || !finishes(i)) continue;
                      call.bias[i] = b.bias[i];
                      call.activation[i] = schedule::Activation::kRelu;
@@ -253,7 +270,7 @@ class Case {
   void check(Rank& rank, Buffers const& b) {
     for (uint32_t i = 0; i < results_; ++i) {
       uint32_t count = rows(true) * n(i);
-      Sum sum{v_.op, g_, products_, seed_, rank.number, i, scale_, finishes(i)};
+      Sum sum{v_.op, g_, products_, seed_, rank.number, i, scale_, finishes(i), up_biased()};
       compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(b.y[i], sum, n(i), count, v_.float_out,
                                                                v_.operands == Operands::kF16, b.verdicts + i);
     }
@@ -289,10 +306,13 @@ void several_products(EmulatedTeam& team, float scale) {
           for (schedule::TileShape tile : schedule::kSm90Tiles) {
             if (is_float8(operands) && !transposed_w) continue;
             for (Shape const& shape : shapes_of(gather, is_float8(operands))) {
+              if (shape.gated && tile.m != 256) continue;
               ++seed;
-              // Each kernel has been run: one with k blocks of several products is enough of each op and width.
-              bool enough = float_out || tile.m * tile.n != 256 * 256 || shape.sizes.size() != kMost ||
-                            operands == Operands::kF16 || operands == Operands::kE5m2 || transposed_w != is_float8(operands);
+              // Each kernel has been run: one with k blocks of several products is enough of each op and width, and a gated
+              // one.
+              bool fewer = shape.gated ? shape.batch == 1 : shape.sizes.size() != kMost;
+              bool enough = float_out || tile.m * tile.n != 256 * 256 || fewer || operands == Operands::kF16 ||
+                            operands == Operands::kE5m2 || transposed_w != is_float8(operands);
               if ((each_once() && enough) || out_of_time()) continue;
               Transport transport = seed % 2 == 0 ? Transport::kPull : Transport::kPush;
               Variant v{op, transport, transposed_w, float_out, seed % 3 == 0 ? 1u << 20 : 3u, seed % 4 == 0 ? 1u : 24u, tile};
