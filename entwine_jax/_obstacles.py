@@ -94,8 +94,6 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     tile = (config.tile_m, config.tile_n)
     if tile not in ((None, None), *_core.SM90_TILES):
         return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_core.SM90_TILES}"
-    if config.few_rows and request.scaled:
-        return "config's few_rows=True is for 16-bit operands"
     if config.few_rows and all_rows(request, shape) > _core.FEW_ROWS_MOST:
         return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {all_rows(request, shape)}"
     return None
