@@ -74,7 +74,7 @@ struct Params {
   uint32_t trace_capacity;
 
   Epilogue epilogue[schedule::kMaxProducts];  // of each y
-  float const* scale;                         // 8-bit operands: what their product is multiplied by, before it is rounded
+  float const* scale;  // 8-bit operands: of each product of an all-gather, else of the sum; before that is rounded
 
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return last; }
 };
