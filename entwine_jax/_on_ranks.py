@@ -78,7 +78,7 @@ def on_ranks(
 
 
 # How many products a kernel takes: kMaxProducts in cc/schedule/products.h.
-_MOST = 4
+MOST = 4
 
 
 def several(
@@ -134,8 +134,8 @@ def several(
     leading, x = x.shape[:-2], flat(x)
     ys: list[jax.Array] = []
     whole = None
-    for first in range(0, len(ws), _MOST):
-        some = slice(first, first + _MOST)
+    for first in range(0, len(ws), MOST):
+        some = slice(first, first + MOST)
         run = dataclasses.replace(request, gathers=gathers and first == 0)
         options = biases[some], activations[some]
         if factors:
@@ -193,7 +193,7 @@ def sum_of(
         operands = _scaled.varied(team.axis_name, *operands)
     count, leading = len(pairs), operands[0].shape[:-2]
     pairs, scale = [*zip(operands[:count], operands[count : 2 * count], strict=True)], [*operands[2 * count :], None][0]
-    groups = [pairs[i : i + _MOST] for i in range(0, len(pairs), _MOST)]
+    groups = [pairs[i : i + MOST] for i in range(0, len(pairs), MOST)]
     whole = len(groups) == 1  # else the epilogue is of the sum of several calls
     given = b if whole else None
     request = dataclasses.replace(request, activation=made if whole else None)

@@ -38,7 +38,7 @@ PYTHON = [
     {"_partitioning", "_placed"},
     {"_spread"},
     {"_ops"},
-    {"_on_ranks", "_shards"},
+    {"_on_ranks", "_shards", "_quantised"},
     {"_several", "_scaled"},
     {"_differentiable"},
     {"_lowering"},
