@@ -26,7 +26,7 @@ class Request:
     settings: Settings
     gathers: bool = False  # also returns a gathered array: all of x, or reduce-scatter's third operand
     saves: bool = False  # all-gather keeps the gathered x for its weight gradient
-    scaled: bool = False  # float8 operands, and the scale of their product for another one
+    scaled: bool = False  # float8 operands, and a scale for another one, or one for each of several products
     biased: bool = False  # has a bias for an operand: float32, one number for each column of the result
     activation: str | None = None  # of _config.ACTIVATIONS
     products: int = 1  # in one call: of one x and several w (all-gather), or of pairs whose products are added
@@ -143,9 +143,9 @@ def all_rows(request: Request, shape: Sizes) -> int:
 
 
 def wants_tiles(request: Request) -> bool:
-    """Whether a call can't be for the kernels for few rows: these gather nothing for others and take 16-bit operands,
-    and who sets a number of the tiles' schedule means tiles."""
+    """Whether a call can't be for the kernels for few rows: these gather nothing for others, and who sets a number
+    of the tiles' schedule means tiles."""
     config = request.settings.config
     numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
     meant = config.few_rows is None and any(value is not None for value in numbers)
-    return request.gathers or request.scaled or request.products > 1 or config.few_rows is False or meant
+    return request.gathers or request.products > 1 or config.few_rows is False or meant

@@ -111,7 +111,7 @@ def program(machine: Machine, rng: random.Random) -> Program:
     # Those have no gradient; one of float16 with a float32 cotangent is a product of float32, which no kernel takes.
     no_gradient = float8 or (machine.platform == "gpu" and (dtype, result) == ("float16", "float32"))
     kind = rng.choice([kind for kind in KINDS if not (no_gradient and kind == "gradient")])
-    draw = _Calls(machine, rng, ranks, np.dtype(jnp.dtype(dtype)).itemsize, float8)
+    draw = _Calls(machine, rng, ranks, np.dtype(jnp.dtype(dtype)).itemsize)
     batch = _batch(rng, shape[names.index(other)] if other else 1, bool(other))
     turns = 1
     if kind in ("one", "gradient"):
@@ -152,8 +152,8 @@ def _batch(rng: random.Random, multiple: int, led: bool) -> tuple[int, ...]:
 
 
 class _Calls:
-    def __init__(self, machine: Machine, rng: random.Random, ranks: int, itemsize: int, float8: bool) -> None:
-        self.machine, self.rng, self.ranks, self.float8 = machine, rng, ranks, float8
+    def __init__(self, machine: Machine, rng: random.Random, ranks: int, itemsize: int) -> None:
+        self.machine, self.rng, self.ranks = machine, rng, ranks
         self.gpu = machine.platform == "gpu"
         self.unit = 16 // itemsize if self.gpu else 1  # of row lengths
 
@@ -162,10 +162,8 @@ class _Calls:
         m_shard, n, k = self.rows(), self.columns(), self.columns()
         odd = self.rng.randrange(min(m_shard, self.ranks)) if op == "matmul_all_reduce" else 0
         gather = op == "all_gather_matmul" and results
-        # Of float8 there are sums, but no several weights.
-        alone = self.float8 and op == "all_gather_matmul"
-        more = tuple(self.columns() for _ in range(0 if alone else self.rng.choice([0, 0, 0, 1, 2, 3])))
-        gated = gather and not alone and self.rng.random() < 0.3
+        more = tuple(self.columns() for _ in range(self.rng.choice([0, 0, 0, 1, 2, 3])))
+        gated = gather and not self.float8 and self.rng.random() < 0.3
         more = (n,) if gated else more
         gathered = gather and self.rng.random() < 0.4
         tiled = bool(more) or gathered  # the kernels for few rows take one product and gather nothing for others
@@ -228,11 +226,7 @@ class _Calls:
         }
         config = {name: value for name, value in drawn.items() if rng.random() < 0.4}
         if self.machine.few_rows:
-            few = (
-                not tiled
-                and not self.float8
-                and math.prod(batch) * (self.ranks * m_shard - odd) <= self.machine.few_rows
-            )
+            few = not tiled and math.prod(batch) * (self.ranks * m_shard - odd) <= self.machine.few_rows
             config["few_rows"] = rng.choice([True, False]) if few else False
         if rng.random() < 0.5:
             tiles = [tile for tile in self.machine.tiles if not (self.gpu and gated and tile[0] != 256)]
