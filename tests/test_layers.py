@@ -50,7 +50,7 @@ PYTHON = [
     {"_obstacles"},
     {"_request"},
     {"_signal", "_tuned"},
-    {"_team", "_reference", "_selection"},
+    {"_team", "_reference", "_selection", "_float8_checks"},
     {"_gate_checks"},
     {"_config", "_checks", "_memory"},
     {"_core", "_threads"},
