@@ -50,8 +50,8 @@ PYTHON = [
     {"_obstacles"},
     {"_request"},
     {"_signal", "_tuned"},
-    {"_team", "_reference", "_selection", "_float8_checks"},
-    {"_gate_checks"},
+    {"_team", "_reference", "_selection", "_gate_checks"},
+    {"_float8_checks"},
     {"_config", "_checks", "_memory"},
     {"_core", "_threads"},
 ]
