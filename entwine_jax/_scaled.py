@@ -43,7 +43,7 @@ def add(
     """The same of the sum of the products of several pairs."""
     request = dataclasses.replace(request, products=len(xs), biased=bias is not None)
     choice = _strategy.choose_of(request, _operands.pairs(xs, ws))
-    if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
+    if z is not None and (not choice.gathers_beside or _strategy.gather_obstacle(request, z) is not None):
         y = add(dataclasses.replace(request, gathers=False), xs, ws, scale, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
     operands = Operands((*xs,), (*ws,), (bias,), scale, z)
@@ -62,7 +62,7 @@ def varied(axis_name: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _bound(request: Request, choice: Choice, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
-    if choice.strategy != "fused":
+    if not choice.ours:
         (y,), gathered = _lowering.on_xla(request, choice, operands)
         return y, gathered
     bias = operands.biases[0]

@@ -65,6 +65,8 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       call.variant.few_rows = false;
     }
     call.variant.finishes = below(2) == 0;
+    // Strategy "resident" among "fused", on one arena.
+    if (!call.variant.few_rows && below(2) == 0) call.variant.movers = 1 + below(4);
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
