@@ -3,7 +3,7 @@ benchmarks/report.py.
 
     python -m benchmarks.collective_matmul --out FILE.json
         [--suite ten|tp8|small|all_reduce|decode|fp8|decode_fp8|epilogues|strategies|all]
-        [--peers xla,xla_windowed,pallas,torch] [--strategy fused,signal,auto]
+        [--peers xla,xla_windowed,pallas,torch] [--strategy fused,resident,signal,auto]
 
 All devices of this process are one team. What is timed, and why it is a fair time:
 
@@ -62,9 +62,9 @@ from benchmarks.shapes import (
 )
 
 PEERS = ("xla", *peers.MODULES)
-STRATEGIES = ("fused", "signal", "auto")
+STRATEGIES = ("fused", "resident", "signal", "auto")
 # All of them take part in the suite of that name.
-SIDE_BY_SIDE = ("fused", "signal")
+SIDE_BY_SIDE = ("fused", "resident", "signal")
 
 
 def progress(text: str) -> None:
@@ -284,7 +284,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--strategy",
         type=comma_list(STRATEGIES),
         default=("fused",),
-        help="some of fused (default), signal and auto: a row for each",
+        help="some of fused (default), resident, signal and auto: a row for each",
     )
     parser.add_argument(
         "--rounds", type=int, default=40, help="samples of each variant and shape; peers take half of it"

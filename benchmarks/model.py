@@ -98,9 +98,9 @@ def predict() -> dict[str, Any]:
 
 
 def _numbers(plan: Any) -> dict[str, Any]:
-    """Of a fused plan, without what only strategy "signal" knows."""
+    """Of a fused plan, without what only the other strategies know."""
     fields = dataclasses.asdict(plan)
-    return {name: fields[name] for name in fields if name not in ("comm_sms", "group_waves", "far")}
+    return {name: fields[name] for name in fields if name not in ("comm_sms", "group_waves", "far", "movers")}
 
 
 def _predicted(suite: str, shape: Shape, ranks: int) -> Row:

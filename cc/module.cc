@@ -86,10 +86,7 @@ bool cuda_built() {
 #endif
 }
 
-nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
-              uint32_t k, uint32_t missing, uint32_t out_bytes, uint32_t in_bytes, bool gated) {
-  Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
-  Plan p = make_plan(op_of(op), target_of(target), g, out_bytes, in_bytes, gated);
+nb::dict dict_of(Plan const& p) {
   nb::dict d;
   d["tile_m"] = p.tile_m;
   d["tile_n"] = p.tile_n;
@@ -99,7 +96,23 @@ nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, 
   d["pushers"] = p.pushers;
   d["few_rows"] = p.form == Form::kFewRows;
   d["copiers"] = p.copiers;
+  d["movers"] = p.movers;
   return d;
+}
+
+nb::dict plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
+              uint32_t k, uint32_t missing, uint32_t out_bytes, uint32_t in_bytes, bool gated) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
+  return dict_of(make_plan(op_of(op), target_of(target), g, out_bytes, in_bytes, gated));
+}
+
+// And the microseconds that are predicted of it.
+std::pair<nb::dict, double> resident_plan(std::string const& op, std::string const& target, uint32_t ranks, uint32_t batch,
+                                          uint32_t m_shard, uint32_t n, uint32_t k, uint32_t missing, uint32_t out_bytes,
+                                          uint32_t in_bytes, bool gated) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
+  ResidentChoice made = make_resident_plan(op_of(op), target_of(target), g, out_bytes, in_bytes, gated);
+  return {dict_of(made.plan), made.us};
 }
 
 std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
@@ -158,7 +171,8 @@ nb::dict simulate_fused(std::string const& op, nb::dict const& plan, uint32_t ra
          static_cast<Transport>(number("transport")),
          number("pushers"),
          nb::cast<bool>(plan["few_rows"]) ? Form::kFewRows : Form::kTiles,
-         number("copiers")};
+         number("copiers"),
+         number("movers")};
   if (!is_sm90_tile(p.tile_m, p.tile_n) || p.raster < 1) throw std::invalid_argument("the plan is not of sm_90");
   return times_of(simulate::fused(op_of(op), g, p, out_bytes, in_bytes, machine_of(machine)));
 }
@@ -197,12 +211,12 @@ std::vector<OwnerRowCol> tile_order(std::string const& op, uint32_t ranks, uint3
 }
 
 uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k,
-                     uint32_t missing, uint32_t tile_m, uint32_t tile_n, bool few_rows, uint32_t element_bytes, uint32_t parts,
-                     std::tuple<uint32_t, uint32_t, uint64_t> beside) {
+                     uint32_t missing, uint32_t tile_m, uint32_t tile_n, bool few_rows, bool moved, uint32_t element_bytes,
+                     uint32_t parts, std::tuple<uint32_t, uint32_t, uint64_t> beside) {
   auto [z_batch, z_rows, z_row_bytes] = beside;
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing);
   ArenaDemand demand = call_demand(op_of(op), few_rows ? Form::kFewRows : Form::kTiles, g, parts, element_bytes,
-                                   Gathering{z_batch, z_rows, z_row_bytes, tile_m});
+                                   Gathering{z_batch, z_rows, z_row_bytes, tile_m}, moved);
   return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
 }
 
@@ -303,6 +317,9 @@ NB_MODULE(_core, m) {
   m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
         "out_bytes"_a, "in_bytes"_a = 2, "gated"_a = false,
         "The default plan of an op on \"host\" or \"sm90\"; of gated products, n is of both.");
+  m.def("make_resident_plan", &resident_plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a,
+        "k"_a, "missing"_a = 0, "out_bytes"_a, "in_bytes"_a = 2, "gated"_a = false,
+        "The default plan of strategy \"resident\", and its predicted microseconds on sm_90.");
   m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
         "out_bytes"_a, "tiles_only"_a = false, "in_bytes"_a = 2, "gated"_a = false,
         "Predicted microseconds on sm_90, (fused, xla).");
@@ -321,7 +338,7 @@ NB_MODULE(_core, m) {
   m.def("chunk_rows", &chunk_rows, "target"_a, nb::kw_only(), "ranks"_a, "rows"_a,
         "How many rows a chunk of an all-reduce has, (m_shard, missing): see schedule/geometry.h.");
   m.def("arena_bytes", &arena_bytes, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "tile_m"_a, "tile_n"_a, "few_rows"_a, "element_bytes"_a, "parts"_a,
+        "tile_m"_a, "tile_n"_a, "few_rows"_a, "moved"_a = false, "element_bytes"_a, "parts"_a,
         "beside"_a = std::tuple<uint32_t, uint32_t, uint64_t>{0, 0, 0},
         "Bytes of the smallest arena that holds one call; `beside` are batch, rows and row bytes of what it gathers beside.");
   nb::list signal_tiles;

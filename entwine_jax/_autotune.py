@@ -20,6 +20,8 @@ from ._tuning import Tuned, Tuning
 
 # XLA that takes less time than this share of any fused plan's will not be caught up with by another lead.
 _HOPELESS = 0.7
+# Where an entry has the best plan of each of our strategies.
+_PLANS = {"fused": "plan", "resident": "resident_plan", "signal": "signal_plan"}
 XLA = "xla"
 
 
@@ -35,9 +37,10 @@ def autotune(
 
     ``fn`` is traced (and, under automatic sharding, compiled), not run. Each collective matmul that it holds, its
     gradients' too if ``fn`` takes any, is measured on its own, with random operands, on all devices at hand: on XLA,
-    fused and as ``"signal"``, by the cost model's plan and some around it (tiles, few rows or not, transport of partial
-    sums, lead, raster, pushers, multiprocessors for NCCL, groups). What wins is kept in this process and in a file, and
-    every later trace looks there before it asks the cost model, in other processes too; `explain` says so::
+    fused, ``"resident"`` and as ``"signal"``, by the cost model's plan and some around it (tiles, few rows or not,
+    transport of partial sums, lead, raster, pushers, multiprocessors that move or are left to NCCL, groups). What wins
+    is kept in this process and in a file, and every later trace looks there before it asks the cost model, in other
+    processes too; `explain` says so::
 
         step = jax.value_and_grad(loss)
         print(entwine_jax.autotune(step, params, batch))
@@ -45,7 +48,7 @@ def autotune(
 
     Differences within the noise count for nothing: then it stays with the cost model's choice. A bias or an activation
     changes nothing either. Calls with ``strategy="xla"``, and those whose ``config`` sets a number of the plan, have
-    nothing to choose. ``strategy="fused"`` and ``"signal"`` take their best plan.
+    nothing to choose. ``strategy="fused"``, ``"resident"`` and ``"signal"`` take their best plan.
 
     Functions that JAX has compiled already keep the plans that they were traced with: tune first, or call
     ``jax.clear_caches()``. In a program of several processes all call it, with the same arguments; process 0's clock
@@ -130,8 +133,8 @@ class _Found:
 
     def row(self, status: str, **found: Any) -> Tuned:
         request = self.product.request
-        plan, signal = found.get("plan"), found.get("signal_plan")
-        shown = signal if plan is None or found.get("strategy") == "signal" else plan
+        plans = {name: found.get(_PLANS[name]) for name in OURS}
+        shown = plans.get(found.get("strategy") or "") or next(filter(None, plans.values()), None)
         return Tuned(
             op=request.op,
             key=self.key,
@@ -177,24 +180,33 @@ def _known(found: _Found, again: bool) -> Tuned | None:
         kind = _tuned.device_kind(product.request.team.platform)
         assert kind is not None
         _tuned.remember(kind, {found.key: entry})
-    plans = {name: None if entry[name] is None else Plan(**entry[name]) for name in ("plan", "signal_plan")}
-    about = {name: entry[name] for name in ("strategy", "fused_ms", "signal_ms", "xla_ms")}
+    plans = {name: None if entry[name] is None else Plan(**entry[name]) for name in _PLANS.values()}
+    about = {name: entry[name] for name in ("strategy", *(f"{each}_ms" for each in OURS), "xla_ms")}
     return found.row(f"known already ({entry['source']})", **about, **plans)
 
 
 def _signals(found: _Found) -> list[Plan]:
     """Plans of strategy "signal" that may be tried."""
     request, x, w = found.product.request, cast(Any, found.product.x), cast(Any, found.product.w)
-    if request.settings.strategy == "fused" or found.product.z is not None:
+    if request.settings.strategy in ("fused", "resident") or found.product.z is not None:
         return []
     problem = _obstacles.signal_obstacle(request, x, w)
     return _candidates.signals(None if problem is not None else _strategy.signal_plan(request, x, w))
 
 
+def _residents(found: _Found) -> list[Plan]:
+    """The same of "resident"."""
+    request, x, w = found.product.request, cast(Any, found.product.x), cast(Any, found.product.w)
+    if request.settings.strategy in ("fused", "signal"):
+        return []
+    problem = _obstacles.resident_obstacle(request, x, w)
+    return _candidates.residents(None if problem is not None else _strategy.resident_plan(request, x, w))
+
+
 def _forms(found: _Found, base: Plan) -> list[Plan]:
     shape = _strategy.sizes(found.product.request, found.product.x.shape, found.product.w.shape)
     fused = _candidates.forms(found.product.request, shape, base) if base.strategy == "fused" else []
-    return [*fused, *(plan for plan in _signals(found) if plan != base)]
+    return [*fused, *(plan for plan in (*_residents(found), *_signals(found)) if plan != base)]
 
 
 def _planned(found: _Found) -> Tuned:
@@ -307,8 +319,9 @@ def _row(
     return found.row(
         "measured",
         strategy=strategy,
-        **_ours("fused", "plan", entrants, first, second, best, medians),
-        **_ours("signal", "signal_plan", entrants, first, second, best, medians),
+        **_ours("fused", entrants, first, second, best, medians),
+        **_ours("resident", entrants, first, second, best, medians),
+        **_ours("signal", entrants, first, second, best, medians),
         xla_ms=medians[XLA],
         model_ms=by_model,
         tried=medians | dict.fromkeys(failed),
@@ -318,7 +331,6 @@ def _row(
 
 def _ours(
     strategy: str,
-    name: str,
     entrants: dict[str, tuple[Plan | None, Sampler]],
     first: Samples,
     second: Samples,
@@ -330,7 +342,7 @@ def _ours(
         return {}
     in_first = {each: entrants[each] for each in first.seconds}
     mine = best if winner.strategy == strategy else _best(in_first, first, strategy)
-    return {} if mine is None else {name: entrants[mine][0], f"{strategy}_ms": medians[mine]}
+    return {} if mine is None else {_PLANS[strategy]: entrants[mine][0], f"{strategy}_ms": medians[mine]}
 
 
 def _entry(row: Tuned) -> dict[str, Any]:
@@ -346,6 +358,8 @@ def _entry(row: Tuned) -> dict[str, Any]:
     entry = {"strategy": row.strategy, "fused_ms": row.fused_ms, "xla_ms": row.xla_ms, "plan": _plain(row.plan)}
     if row.signal_plan is not None:
         entry |= {"signal_ms": row.signal_ms, "signal_plan": _plain(row.signal_plan)}
+    if row.resident_plan is not None:
+        entry |= {"resident_ms": row.resident_ms, "resident_plan": _plain(row.resident_plan)}
     return entry | {"measured": about}
 
 

@@ -46,6 +46,14 @@ def signals(base: Plan | None) -> list[Plan]:
     return [base, *(dataclasses.replace(base, comm_sms=sms) for sms in shares if sms != base.comm_sms)]
 
 
+def residents(base: Plan | None) -> list[Plan]:
+    """Plans of strategy "resident": the model's, and with as many multiprocessors as fill the link, and twice that."""
+    if base is None:
+        return []
+    movers = (4, 8) if base.target == "sm90" else ()
+    return [base, *(dataclasses.replace(base, movers=each) for each in movers if each != base.movers)]
+
+
 def numbers(request: Request, base: Plan) -> list[Plan]:
     """Of a plan's tiles, one number changed at a time."""
     if base.few_rows:
@@ -56,7 +64,12 @@ def numbers(request: Request, base: Plan) -> list[Plan]:
         others = [dataclasses.replace(base, tile_m=m, tile_n=n) for m, n in tiles]
         return [plan for plan in (*waves, *others) if plan != base]
     values: dict[str, tuple[int, ...]] = {"raster": (max(1, base.raster // 2), base.raster * 2)}
-    if request.op == "all_gather_matmul":
+    if base.strategy == "resident":
+        values["movers"] = (1, 2) if base.target == "host" else (2, 3, 6)
+        if request.op != "all_gather_matmul":
+            tried = [0, 4] if base.target == "host" else [_CLUSTERS // 2, 44, 58]
+            values["lead"] = tuple(max(lead, request.team.size - 1) for lead in tried)
+    elif request.op == "all_gather_matmul":
         values["pushers"] = (1, 2) if base.target == "host" else (12, 18, 25, 33, 44)
     else:
         leads = (0, 4) if base.target == "host" else (_CLUSTERS // 2, 44, 58, _CLUSTERS, 90)
@@ -78,6 +91,10 @@ def show(op: str, plan: Plan, gathers: bool) -> str:
     if plan.strategy == "signal":
         waves = f" groups of {plan.group_waves} waves" if plan.group_waves else ""
         return f"signal {plan.tile_m}x{plan.tile_n} raster {plan.raster} {plan.comm_sms} SMs for NCCL{waves}"
+    if plan.strategy == "resident":
+        lead = "" if op == "all_gather_matmul" else f" lead {plan.lead}"
+        rest = f"{lead} {plan.movers} movers" + (f" copiers {plan.copiers}" if gathers else "")
+        return f"resident {plan.tile_m}x{plan.tile_n} raster {plan.raster}{rest}"
     rest = f"pushers {plan.pushers}" if op == "all_gather_matmul" else f"lead {plan.lead} {plan.transport}"
     if op != "all_gather_matmul" and plan.transport == "push" and plan.target == "sm90":
         rest += f" {plan.pushers} at once"

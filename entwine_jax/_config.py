@@ -9,9 +9,9 @@ import math
 import os
 from collections.abc import Callable
 
-STRATEGIES = ("auto", "fused", "signal", "xla")
+STRATEGIES = ("auto", "fused", "resident", "signal", "xla")
 # Those that are this library's.
-OURS = ("fused", "signal")
+OURS = ("fused", "resident", "signal")
 TRANSPORTS = ("pull", "push")
 RESIDUALS = ("regather", "save")
 FLOAT8_RESIDUALS = ("float8", "operands")
@@ -35,7 +35,9 @@ class Config:
       few_rows: whether to use the GPU kernels for few rows, which take up to 128: they read w once for all rows. The
         settings above and tiles mean nothing to them, and they gather nothing beside: calls that do have tiles.
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
-      comm_sms: strategy "signal" on GPUs: how many multiprocessors the matmul leaves to NCCL.
+      comm_sms: how many multiprocessors the matmul leaves to NCCL (strategy "signal", on GPUs), or has only move tiles
+        and rows while there are some to move (strategy "resident"; they come in pairs, so an odd number is rounded up;
+        on CPU devices each pair is a worker).
       group_waves: strategy "signal": how many waves of tiles each group has, in place of what a search over predictions
         finds.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).

@@ -11,6 +11,7 @@ class PlanDict(TypedDict):
     pushers: int
     copiers: int
     few_rows: bool
+    movers: int
 
 class SignalDict(TypedDict):
     tile_m: int
@@ -51,6 +52,20 @@ def make_plan(
     in_bytes: int = 2,
     gated: bool = False,
 ) -> PlanDict: ...
+def make_resident_plan(
+    op: str,
+    target: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    out_bytes: int,
+    in_bytes: int = 2,
+    gated: bool = False,
+) -> tuple[PlanDict, float]: ...
 def predict(
     op: str,
     *,
@@ -120,6 +135,7 @@ def arena_bytes(
     tile_m: int,
     tile_n: int,
     few_rows: bool,
+    moved: bool = False,
     element_bytes: int,
     parts: int,
     beside: tuple[int, int, int] = (0, 0, 0),

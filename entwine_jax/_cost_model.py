@@ -37,7 +37,7 @@ class Cost:
     wait_rows_us: float
     wait_sums_us: float
     wait_buffers_us: float
-    plan: Plan | None  # of strategy "fused"
+    plan: Plan | None  # of strategies "fused" and "resident"
 
 
 def cost_model(
@@ -55,7 +55,8 @@ def cost_model(
     """What a collective matmul should take on Hopper GPUs by every strategy that can run it. Runs anywhere.
 
     Fused, the call's own schedule is simulated: clusters claim tiles in the real order, multiply, wait, add and send
-    them over a link of the measured rate (``cc/simulate``). XLA is a GEMM, and NCCL before or after it. The numbers of
+    them over a link of the measured rate (``cc/simulate``). ``"resident"`` likewise, of which nothing is measured yet
+    but the rates at which thread blocks move bytes. XLA is a GEMM, and NCCL before or after it. The numbers of
     the machine are those of two H200s; more of them are taken to have the same link each, whatever the number of peers.
     docs/performance.md tells how far predictions are from measurements::
 
@@ -74,7 +75,8 @@ def cost_model(
         ``cc/simulate/machine.h``: ``{"link_bytes_per_us": 450e3}``.
 
     Returns:
-      `Cost` by strategy: ``"fused"`` and ``"xla"``. No ``"fused"`` where rows of x, w or y are no multiple of 16 bytes.
+      `Cost` by strategy: ``"fused"``, ``"resident"`` and ``"xla"``. Only the last where rows of x, w or y are no
+      multiple of 16 bytes.
 
     Raises:
       ValueError: op, a size, ranks, config or machine is out of range.
@@ -87,11 +89,15 @@ def cost_model(
     call = {"ranks": ranks, **sizes, "out_bytes": request.dtype.itemsize, "in_bytes": x.dtype.itemsize}
     costs = {}
     if all(columns * each.itemsize % _PITCH_BYTES == 0 for columns, each in ((k, x.dtype), (n, request.dtype))):
-        plan = _strategy.plan(request, x, w)
-        _check_plan(op, plan, m)
-        fields: Any = dataclasses.asdict(plan) | {"transport": TRANSPORTS.index(plan.transport)}
-        times = _core.simulate_fused(op, fields, **call, machine=numbers)
-        costs["fused"] = Cost("fused", formula_us=formula_us[0], plan=plan, **times)
+        formulas = {"fused": formula_us[0], "resident": _strategy.predict_resident(request, x, w)}
+        plans = [_strategy.plan(request, x, w)]
+        if not request.settings.config.few_rows:
+            plans.append(_strategy.resident_plan(request, x, w))
+        for plan in plans:
+            _check_plan(op, plan, m)
+            fields: Any = dataclasses.asdict(plan) | {"transport": TRANSPORTS.index(plan.transport)}
+            times = _core.simulate_fused(op, fields, **call, machine=numbers)
+            costs[plan.strategy] = Cost(plan.strategy, formula_us=formulas[plan.strategy], plan=plan, **times)
     costs["xla"] = Cost("xla", formula_us=formula_us[1], plan=None, **_core.simulate_xla(op, **call, machine=numbers))
     return costs
 

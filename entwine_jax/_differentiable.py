@@ -33,7 +33,7 @@ def run(
     """
     request = dataclasses.replace(request, biased=bias is not None)
     choice = _strategy.choose(request, x, w)
-    if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
+    if z is not None and (not choice.gathers_beside or _strategy.gather_obstacle(request, z) is not None):
         y = run(dataclasses.replace(request, gathers=False), x, w, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
     if choice.ours:

@@ -48,8 +48,8 @@ class CollectiveMatmul:
     team_size: int
     strategy: str
     reason: str
-    plan: Plan | None  # of strategy "fused" or "signal"
-    arena_bytes: int  # of "fused": peer memory that the call needs on each rank; calls of one team share it
+    plan: Plan | None  # of strategy "fused", "resident" or "signal"
+    arena_bytes: int  # of the first two: peer memory that the call needs on each rank; calls of one team share it
     gathered: tuple[int, ...] | None = None  # of a gathered array that the call gives beside y, if it does
     w_dtype: np.dtype[Any] | None = None  # of w where it isn't that of x: float8_e4m3fn beside float8_e5m2
     bias: bool = False  # whether the call adds one
@@ -254,6 +254,9 @@ def _plan(op: str, plan: Plan, groups: tuple[int, ...]) -> str:
     if plan.few_rows:
         return "few rows"
     rest = f"pushers {plan.pushers}" if op == "all_gather_matmul" else f"lead {plan.lead} {plan.transport}"
+    if plan.strategy == "resident":
+        lead = "" if op == "all_gather_matmul" else f"lead {plan.lead} "
+        rest = lead + (f"{2 * plan.movers} SMs move" if plan.target == "sm90" else f"movers {plan.movers}")
     return f"{plan.tile_m}x{plan.tile_n} raster {plan.raster} {rest}"
 
 

@@ -144,6 +144,7 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
         "pushers": plan.pushers,
         "copiers": plan.copiers,
         "few_rows": int(plan.few_rows),
+        "movers": plan.movers,
         "timeout_ms": settings.timeout_ms,
         "workers": settings.workers,
         "stall_us": settings.stall_us,
@@ -176,7 +177,7 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             index = lax.axis_index(team.other_axes) if team.other_axes else 0
             operands.append(jnp.stack([jnp.int32(index), lax.axis_index(team.axis_name)]))
         attributes = _attributes(request, plan)
-        if plan.strategy == "fused":
+        if plan.strategy != "signal":
             return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *more, **attributes)
         x, w = map(jax.typeof, flat[:2])
         size = _strategy.scratch_bytes(request, plan, x, w)

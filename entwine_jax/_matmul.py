@@ -62,7 +62,7 @@ def collective_matmul(
     ==========  ==========  ==============  ============================================
 
     Other axes may shard leading dimensions, and rows as the major axes before ``t``. Gradients choose the same way.
-    `explain` tells what was chosen and why; under ``strategy="fused"`` or ``"signal"`` a plain dot that needs a
+    `explain` tells what was chosen and why; under a ``strategy`` of our own a plain dot that needs a
     collective is an error.
 
     How the shardings are known depends on where it is called:
@@ -110,7 +110,7 @@ def collective_matmul(
       ValueError: an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that JAX can't know;
         residuals that are unknown, or of a product that has none; an unknown activation, strategy, precision or
         setting.
-      NotImplementedError: ``strategy="fused"`` or ``"signal"`` can't run these shardings, types, shapes or devices.
+      NotImplementedError: a named strategy but ``"xla"`` can't run these shardings, types, shapes or devices.
 
       Under automatic sharding, what only the partitioner can see comes as a ``jax.errors.JaxRuntimeError`` that holds
       the message.

@@ -38,6 +38,11 @@ def measured(request: Request, x: jax.Array, w: jax.Array) -> _tuned.Entry | Non
         fits = signal.target == TARGETS[team.platform] and signal.strategy == "signal"
         if not fits or (signal.target == "sm90" and (signal.tile_m, signal.tile_n) not in _core.SIGNAL_TILES):
             return None
+    if entry is not None and entry.resident_plan is not None:
+        resident = Plan(**entry.resident_plan)
+        fits = resident.target == TARGETS[team.platform] and resident.strategy == "resident" and not resident.few_rows
+        if not fits or (resident.target == "sm90" and (resident.tile_m, resident.tile_n) not in _core.SM90_TILES):
+            return None
     if entry is None or entry.plan is None:
         return entry
     made = Plan(**entry.plan)

@@ -23,6 +23,13 @@ def obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     return peer_obstacle() if problem is None and request.team.platform == "cuda" else problem
 
 
+def resident_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
+    """Why strategy "resident" can't run, None if it can: it has the kernels of "fused", but those for few rows."""
+    if request.settings.config.few_rows:
+        return "config's few_rows=True is for strategy='fused'"
+    return obstacle(request, x, w)
+
+
 def signal_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     """Why strategy "signal" can't run, None if it can: it needs no peer access."""
     if (problem := _obstacle(request, x, w)) is not None:
@@ -34,7 +41,7 @@ def signal_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
 
 
 def _obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
-    """What is in the way of either."""
+    """What is in the way of all."""
     team, platform = request.team, request.team.platform
     if platform not in TARGETS:
         return f"platform {platform!r} has no fused implementation, only cpu and cuda have"
@@ -156,6 +163,9 @@ def span_obstacle(team: Team) -> str | None:
         f"a team along this axis spans {most} NVLink domains if the mesh has its devices in the order of jax.devices() "
         "(strategy='fused' if each keeps within one)"
     )
+
+
+OBSTACLES = {"fused": obstacle, "resident": resident_obstacle, "signal": signal_obstacle}
 
 
 def no_peers() -> str | None:

@@ -194,12 +194,13 @@ def all_gather_matmul(
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
         float8 operands need it, bfloat16 or float32.
       precision: as in ``jnp.matmul``.
-      strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"signal"``
-        (NCCL moves groups of tiles on a second stream while a kernel multiplies, which needs no peer access; on CPU
-        devices an executor too), ``"xla"`` (the lax line above) or ``"auto"`` (fused where it can run on GPUs and is
-        predicted to win, or measured to by `autotune`, as signal may be; signal too where there is no peer access; else
-        xla; `explain` says which and why). ``None`` reads ``ENTWINE_STRATEGY`` while tracing, and without it means
-        ``"auto"``.
+      strategy: ``"fused"`` (one kernel overlaps both; on CPU devices an executor of the same schedule), ``"resident"``
+        (the same kernel, of which some thread blocks only move tiles and rows to the peers, while there are some; an
+        executor too), ``"signal"`` (NCCL moves groups of tiles on a second stream while a kernel multiplies, which
+        needs no peer access; an executor too), ``"xla"`` (the lax line above) or ``"auto"`` (fused where it can run on
+        GPUs and is predicted to win, or measured to by `autotune`, as resident and signal may be; signal too where
+        there is no peer access; else xla; `explain` says which and why). ``None`` reads ``ENTWINE_STRATEGY`` while
+        tracing, and without it means ``"auto"``.
       config: overrides for the schedule.
 
     Returns:
@@ -211,6 +212,9 @@ def all_gather_matmul(
     float32 ``dy`` is rounded to bfloat16 first; of float16 operands it isn't, since float16 has not the range for that,
     and the product is one of float32, which on GPUs is XLA's. Each team keeps peer-mapped memory for all its calls:
     twice ``(t - 1)`` chunks of ``x`` for the largest call, plus one word a row block; `explain` tells the bytes.
+
+    ``"resident"`` takes what ``"fused"`` does, few rows as tiles. Its partial sums, and an all-reduce's finished tiles,
+    are kept once more, where they are made: some twice the peer-mapped memory; all-gather's is the same.
 
     ``"signal"`` returns x's dtype, takes no float8, and not so few rows that there is nothing to group (128); each of
     several weights is a call. XLA allocates what it needs beside the results, all of x once more unless that is one.
@@ -229,7 +233,7 @@ def all_gather_matmul(
       ValueError: the axis isn't a manual axis of the mesh; unknown activation, residuals, strategy, precision or
         setting; an x_scale that varies over the axis; residuals of float8 operands; as many biases, activations or
         scales as weights are wanted, but aren't given; gated, other than two weights or more than one activation.
-      NotImplementedError: ``strategy="fused"`` or ``"signal"`` can't run these types, shapes or devices; gated float8.
+      NotImplementedError: a named strategy but ``"xla"`` can't run these types, shapes or devices; gated float8.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
     """

@@ -78,14 +78,16 @@ class Plan:
     pushers: int
     copiers: int
     few_rows: bool  # sm90: the kernels for few rows, to which the numbers above mean nothing
-    # Strategy "signal", which knows tiles and raster of the above; cc/schedule/group_search.h. 0: a plan of "fused".
+    # Strategy "signal", which knows tiles and raster of the above; cc/schedule/group_search.h. 0: of another one.
     comm_sms: int = 0
     group_waves: int = 0
     far: bool = False
+    # Strategy "resident", to which transport means nothing; cc/schedule/movers.h. 0: of another one.
+    movers: int = 0
 
     @property
     def strategy(self) -> str:
-        return "signal" if self.comm_sms else "fused"
+        return "signal" if self.comm_sms else "resident" if self.movers else "fused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,11 @@ class Choice:
     def ours(self) -> bool:
         """Whether a call of this library's runs it, or XLA."""
         return self.strategy in OURS
+
+    @property
+    def gathers_beside(self) -> bool:
+        """Whether a reduce-scatter can gather another array beside."""
+        return self.strategy in ("fused", "resident")
 
 
 @dataclasses.dataclass(frozen=True)

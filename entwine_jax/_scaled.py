@@ -41,7 +41,7 @@ def add(
         each = (run(request.alone(i), *pair, scale)[0] for i, pair in enumerate(pairs))
         return _reference.finish(functools.reduce(jnp.add, each), bias, request.activation), None
     choice = _strategy.choose_of(request, pairs)
-    if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
+    if z is not None and (not choice.gathers_beside or _strategy.gather_obstacle(request, z) is not None):
         y = add(dataclasses.replace(request, gathers=False), xs, ws, scale, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
     operands = Operands((*xs,), (*ws,), (bias,), scale, z)
@@ -85,7 +85,7 @@ def varied(axis_name: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _bound(request: Request, choice: Choice, operands: Operands) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    if choice.strategy != "fused":
+    if not choice.ours:
         return _lowering.on_xla(request, choice, operands)
     biases = tuple(None if b is None else b.astype(jnp.float32) for b in operands.biases)
     flat = operands._replace(biases=biases).flat()

@@ -63,7 +63,7 @@ def add(
         each = (_differentiable.run(request.alone(i), *pair)[0] for i, pair in enumerate(pairs))
         return _reference.finish(functools.reduce(jnp.add, each), bias, request.activation), None
     choice = _strategy.choose_of(request, pairs)
-    if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
+    if z is not None and (not choice.gathers_beside or _strategy.gather_obstacle(request, z) is not None):
         y = add(dataclasses.replace(request, gathers=False), xs, ws, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
     if choice.ours:
@@ -108,7 +108,7 @@ def products_forward(request: Request, choice: Choice, x: Any, ws: Any, biases: 
     run = dataclasses.replace(request.finished(request.biases, inside), gathers=request.gathers or whole)
     if whole:
         joined = _strategy.joined(run, [(x.value, w.value) for w in ws])
-        choice = dataclasses.replace(choice, plan=_strategy.plan(run, *joined))
+        choice = _strategy.replanned(choice, run, *joined)
     inner, gathered = _products_inline(run, choice, *_values((x, ws, biases)))
     if gathered is not None:
         gathered = _reference.named(gathered)

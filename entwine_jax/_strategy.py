@@ -60,7 +60,7 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     entry, asked = (measured(request, *pairs[0]), key(request, *pairs[0])) if len(pairs) == 1 else (None, "")
     if wanted == "auto" and team.platform == "cpu" and entry is None and not seeking.value:
         return Choice("xla", "on CPU devices auto means xla; strategy='fused' runs the host executor", asked=asked)
-    test = _obstacles.signal_obstacle if wanted == "signal" else _obstacles.obstacle
+    test = _obstacles.OBSTACLES.get(wanted, _obstacles.obstacle)
     found = [(test(request, x, w), x, w) for x, w in pairs]
     problem, x, w = next((each for each in found if each[0] is not None), (None, *joined(request, pairs)))
     if problem is not None and wanted in OURS:
@@ -72,20 +72,23 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     if wanted == "signal":
         how = "" if entry is None or entry.signal_plan is None else f"; plan {entry}"
         return Choice("signal", f"asked for{how}", signal_plan(request, x, w), asked)
+    if wanted == "resident":
+        how = "" if entry is None or entry.resident_plan is None else f"; plan {entry}"
+        return Choice("resident", f"asked for{how}{_copy(request, w)}", resident_plan(request, x, w), asked)
     if wanted == "auto" and (instead := _instead(request, x, w, entry, asked, problem)) is not None:
         return instead
     # A user who names "fused" vouches for what can't be seen while tracing.
     problem = problem or (_obstacles.span_obstacle(team) if wanted == "auto" and team.platform == "cuda" else None)
     if problem is not None:
         return Choice("xla", problem)
-    copy = ""
-    if request.scaled and not request.transpose_w:
-        copy = f"; w is transposed first, a copy of {w.size} bytes unless it is a transpose itself"
+    copy = _copy(request, w)
     if wanted == "fused" or seeking.value:
         how = "" if entry is None else f"; plan {entry}"
         return Choice("fused", f"asked for{how}{copy}", plan(request, x, w), asked)
     if entry is not None and entry.strategy == "xla":
         return Choice("xla", str(entry), asked=asked)
+    if entry is not None and entry.strategy == "resident":
+        return Choice("resident", f"{entry}{copy}", resident_plan(request, x, w), asked)
     if entry is not None:
         return Choice("fused", f"{entry}{copy}", plan(request, x, w), asked)
     fused_us, xla_us = predict(request, x, w)
@@ -93,6 +96,12 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     if fused_us * _MARGIN > xla_us:
         return Choice("xla", reason, asked=asked)
     return Choice("fused", reason + copy, plan(request, x, w), asked)
+
+
+def _copy(request: Request, w: Any) -> str:
+    if not request.scaled or request.transpose_w:
+        return ""
+    return f"; w is transposed first, a copy of {w.size} bytes unless it is a transpose itself"
 
 
 def _instead(
@@ -119,24 +128,46 @@ def _instead(
 
 
 def plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
-    target, config = TARGETS[request.team.platform], request.settings.config
+    """Of strategy "fused"."""
+    target = TARGETS[request.team.platform]
     entry = measured(request, x, w)
     if entry is not None and entry.plan is not None:
         return Plan(**entry.plan)
-    made = _core.make_plan(
-        request.op,
-        target,
-        **geometry(request, x, w),
-        out_bytes=request.dtype.itemsize,
-        in_bytes=_in_bytes(request),
-        gated=request.gated,
-    )
+    about = {"out_bytes": request.dtype.itemsize, "in_bytes": _in_bytes(request)}
+    made = _core.make_plan(request.op, target, **geometry(request, x, w), **about, gated=request.gated)
+    return _tiles(request, made)
+
+
+def resident_plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
+    """Of strategy "resident"."""
+    entry = measured(request, x, w)
+    if entry is not None and entry.resident_plan is not None:
+        return Plan(**entry.resident_plan)
+    sms, (made, _) = request.settings.config.comm_sms, _resident(request, x, w)
+    movers = made["movers"] if sms is None else -(-sms // 2)  # two thread blocks a cluster
+    return dataclasses.replace(_tiles(request, made), transport="push", few_rows=False, movers=movers)
+
+
+def predict_resident(request: Request, x: jax.Array, w: jax.Array) -> float:
+    """What a call on GPUs should take by the plan of the cost model's: cc/schedule/cost.h."""
+    return _resident(request, x, w)[1]
+
+
+def _resident(request: Request, x: jax.Array, w: jax.Array) -> tuple["_core.PlanDict", float]:
+    target = TARGETS[request.team.platform]
+    about = {"out_bytes": request.dtype.itemsize, "in_bytes": _in_bytes(request)}
+    return _core.make_resident_plan(request.op, target, **geometry(request, x, w), **about, gated=request.gated)
+
+
+def _tiles(request: Request, made: "_core.PlanDict") -> Plan:
+    """The cost model's plan with what the config sets."""
+    config = request.settings.config
 
     def pick(override: int | None, planned: int) -> int:
         return planned if override is None else override
 
     return Plan(
-        target=target,
+        target=TARGETS[request.team.platform],
         tile_m=pick(config.tile_m, made["tile_m"]),
         tile_n=pick(config.tile_n, made["tile_n"]),
         raster=pick(config.raster, made["raster"]),
@@ -160,7 +191,10 @@ def signal_plan(request: Request, x: jax.Array, w: jax.Array) -> Plan:
 
 def replanned(choice: Choice, request: Request, x: Any, w: Any) -> Choice:
     """The same strategy for a request that gathers where another one didn't."""
-    return choice if choice.strategy == "signal" else dataclasses.replace(choice, plan=plan(request, x, w))
+    if choice.strategy == "signal":
+        return choice
+    made = (resident_plan if choice.strategy == "resident" else plan)(request, x, w)
+    return dataclasses.replace(choice, plan=made)
 
 
 def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]:
@@ -188,6 +222,7 @@ def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array, z: jax
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
         few_rows=plan.few_rows,
+        moved=plan.movers > 0,
         element_bytes=(x.dtype if request.op == "all_gather_matmul" else request.dtype).itemsize,
         parts=_PARTS[plan.target],
         beside=(0, 0, 0) if z is None else (z.shape[0], z.shape[1], z.shape[2] * z.dtype.itemsize),

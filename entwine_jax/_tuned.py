@@ -4,9 +4,10 @@ A file holds one kind of device, and one version of this package, since kernels 
 
     {"format": 1, "library": "0.1.0", "device": "NVIDIA H200",
      "entries": {KEY: {"strategy": "fused", "fused_ms": 0.213, "xla_ms": 0.301, "plan": {"tile_m": 256, ...},
-                       "signal_ms": 0.244, "signal_plan": {...}, "measured": {"when": ..., "jax": ..., ...}}}}
+                       "signal_ms": 0.244, "signal_plan": {...}, "resident_ms": 0.221, "resident_plan": {...},
+                       "measured": {"when": ..., "jax": ..., ...}}}}
 
-What is said of strategy "signal" may be left out.
+What is said of strategies "resident" and "signal" may be left out.
 
 A shipped table is such a file. Files are read once a process, while JAX traces; nothing here measures.
 """
@@ -33,7 +34,7 @@ from ._config import OURS, TRANSPORTS
 FORMAT = 1
 # Of an entry's plan: the fields of _strategy.Plan.
 _NUMBERS = {"tile_m": 1, "tile_n": 1, "raster": 1, "lead": 0, "pushers": 1, "copiers": 1}
-_SIGNAL = {"comm_sms": 0, "group_waves": 0}  # may be left out, as far may be
+_MORE = {"comm_sms": 0, "group_waves": 0, "movers": 0}  # may be left out, as far may be
 _SHIPPED = Path(__file__).parent / "tuned"
 
 Table = dict[str, dict[str, Any]]  # entries as in the file, by key
@@ -50,11 +51,15 @@ class Entry:
     source: str  # the file, or this process
     signal_ms: float | None = None  # the same of strategy "signal"
     signal_plan: dict[str, Any] | None = None
+    resident_ms: float | None = None  # and of "resident"
+    resident_plan: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         fused = "nothing fused" if self.fused_ms is None else f"{self.fused_ms:.3g} ms fused"
         if self.strategy == "signal":
             fused += f", {self.signal_ms:.3g} ms as signal"
+        if self.strategy == "resident":
+            fused += f", {self.resident_ms:.3g} ms resident"
         return f"tuned: {fused}, {self.xla_ms:.3g} ms on XLA ({self.source})"
 
 
@@ -88,8 +93,9 @@ def find(kind: str, key: str, files: bool) -> Entry | None:
         table = _of_process(kind) if isinstance(source, str) else {} if source is None else _read(source, kind)
         if (found := table.get(key)) is not None:
             known: dict[str, Any] = {name: found[name] for name in ("strategy", "fused_ms", "xla_ms", "plan")}
-            signal: dict[str, Any] = {name: found.get(name) for name in ("signal_ms", "signal_plan")}
-            return Entry(**known, **signal, source=str(source))
+            more = ("signal_ms", "signal_plan", "resident_ms", "resident_plan")
+            others: dict[str, Any] = {name: found.get(name) for name in more}
+            return Entry(**known, **others, source=str(source))
     return None
 
 
@@ -201,8 +207,8 @@ def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("strategy") not in (*OURS, "xla"):
         return False
     fused = value.get("fused_ms", ""), value.get("plan", "")
-    signal = value.get("signal_ms"), value.get("signal_plan")
-    for strategy, (ms, plan) in zip(OURS, (fused, signal), strict=True):
+    others = [(value.get(f"{name}_ms"), value.get(f"{name}_plan")) for name in OURS[1:]]
+    for strategy, (ms, plan) in zip(OURS, (fused, *others), strict=True):
         if ms is None or plan is None:  # none of its plans ran
             if ms is not plan or value["strategy"] == strategy:
                 return False
@@ -214,8 +220,8 @@ def _is_entry(value: Any) -> bool:
 def _is_plan(plan: Any) -> bool:
     if not isinstance(plan, dict):
         return False
-    plan = {**dict.fromkeys(_SIGNAL, 0), "far": False, **plan}
-    numbers = _NUMBERS | _SIGNAL
+    plan = {**dict.fromkeys(_MORE, 0), "far": False, **plan}
+    numbers = _NUMBERS | _MORE
     return (
         plan.keys() == {*numbers, "target", "transport", "few_rows", "far"}
         and all(type(plan[name]) is int and least <= plan[name] < 2**31 for name, least in numbers.items())

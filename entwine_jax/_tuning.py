@@ -24,6 +24,8 @@ class Tuned:
     fused_ms: float | None = None
     signal_plan: Plan | None = None  # the same of strategy "signal"
     signal_ms: float | None = None
+    resident_plan: Plan | None = None  # and of "resident"
+    resident_ms: float | None = None
     xla_ms: float | None = None
     model_ms: float | None = None  # of the cost model's choice
     tried: dict[str, float | None] = dataclasses.field(default_factory=dict)  # by plan; None of what can't run
@@ -32,7 +34,8 @@ class Tuned:
     @property
     def ms(self) -> float | None:
         """Of what won."""
-        return {"fused": self.fused_ms, "signal": self.signal_ms}.get(self.strategy or "", self.xla_ms)
+        ours = {"fused": self.fused_ms, "resident": self.resident_ms, "signal": self.signal_ms}
+        return ours.get(self.strategy or "", self.xla_ms)
 
     @property
     def gain(self) -> float | None:
@@ -65,6 +68,7 @@ class Tuning(Sequence[Tuned]):
             "product",
             "takes",
             "fused ms",
+            "resident ms",
             "signal ms",
             "XLA ms",
             "cost model's ms",
@@ -80,6 +84,7 @@ class Tuning(Sequence[Tuned]):
 
 
 def _cells(row: Tuned) -> tuple[str, ...]:
-    times = ("" if ms is None else f"{ms:.4g}" for ms in (row.fused_ms, row.signal_ms, row.xla_ms, row.model_ms))
+    all_ms = (row.fused_ms, row.resident_ms, row.signal_ms, row.xla_ms, row.model_ms)
+    times = ("" if ms is None else f"{ms:.4g}" for ms in all_ms)
     gain = "" if row.gain is None else f"{row.gain:.3f}"
     return row.key, row.strategy or "", *times, gain, str(len(row.tried) or ""), row.shown, row.status

@@ -217,7 +217,7 @@ benchmark() {
     "$python" -m benchmarks.report "$out/$name.json" >"$out/$name.md" || failed=1
     cat "$out/$name.md"
   fi
-  summary+=("$(grep -E '^(fused|signal|auto): faster than XLA' "$out/$name.log" | sed 's/^/       /')")
+  summary+=("$(grep -E '^(fused|resident|signal|auto): faster than XLA' "$out/$name.log" | sed 's/^/       /')")
 }
 
 if wants bench; then

@@ -74,13 +74,13 @@ OLD = results_of(OLD_ROW, OLD_ROW | {"m": 2048, "ours_ms": 2.0, "peers": {}})
 
 
 def test_strategies_side_by_side(tmp_path, capsys):
-    """Both strategies of a shape in one line, from one run, and in no other table."""
+    """All strategies of a shape in one line, from one run, and in no other table."""
     out = tmp_path / "tiny.json"
     arguments = ["--out", str(out), "--tiny", "--platform", "cpu", "--suite", "strategies"]
     collective_matmul.main(arguments)
     rows = json.loads(out.read_text())["rows"]
     assert [(row["suite"], row["strategy"], row["chosen"]) for row in rows] == [
-        ("strategies", name, name) for _ in shapes.TINY for name in ("fused", "signal")
+        ("strategies", name, name) for _ in shapes.TINY for name in ("fused", "resident", "signal")
     ]
     found = report.blocks(json.loads(out.read_text()))
     assert found.keys() == {"strategies"} and found["strategies"].count("| 96, 40, 24 |") == 3

@@ -233,15 +233,17 @@ def test_trace(capsys, monkeypatch):
 def test_predict(capsys):
     assert main(["predict", "rs", "8192", "8192", "3584", "--ranks", "2,8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:5]] == [["2", "fused"], ["2", "xla"], ["8", "fused"], ["8", "xla"]]
-    assert "fastest" in lines[1] and "pull" in lines[1] and "fastest" not in lines[2]
+    names = ("fused", "resident", "xla")
+    assert [line.split()[:2] for line in lines[1:7]] == [[ranks, name] for ranks in ("2", "8") for name in names]
+    assert "fastest" in lines[1] + lines[2] and "pull" in lines[1] and "SMs move" in lines[2]
+    assert "fastest" not in lines[3]
     assert lines[-1].endswith("not a measurement.")
     command = ["predict", "matmul_reduce_scatter", "8192", "8192", "1024", "--ranks", "2", "--json"]
     assert main(command) == 0 and main([*command, "--set", "link_bytes_per_us=100e3"]) == 0
     measured, slow = capsys.readouterr().out.split("}\n{")
     measured, slow = json.loads(measured + "}"), json.loads("{" + slow)
-    assert [cost["strategy"] for cost in measured["costs"]] == ["fused", "xla"] and measured["k"] == 1024
-    assert slow["costs"][0]["us"] > 2 * measured["costs"][0]["us"] and slow["costs"][1] == measured["costs"][1]
+    assert [cost["strategy"] for cost in measured["costs"]] == [*names] and measured["k"] == 1024
+    assert slow["costs"][0]["us"] > 2 * measured["costs"][0]["us"] and slow["costs"][2] == measured["costs"][2]
     assert main(["predict", "ag", "64", "8192", "8192", "--ranks", "2"]) == 0
     assert "few rows" in capsys.readouterr().out
 
@@ -346,7 +348,7 @@ def test_processes(tmp_path):
     done = run("trace", "layers_of_mine:mlp", "--out", "t.json", cwd=tmp_path)
     assert done.returncode == 1 and "only the GPU kernels take notes" in done.stderr and done.stdout == ""
     done = run("predict", "ag", "64", "8", "8", "--ranks", "2,4", "--json", cwd=tmp_path)
-    assert done.returncode == 0 and len(json.loads(done.stdout)["costs"]) == 4
+    assert done.returncode == 0 and len(json.loads(done.stdout)["costs"]) == 6
 
 
 def test_bench_process():

@@ -42,7 +42,7 @@ def test_two_gpus(monkeypatch, capsys):
     gpus(monkeypatch, 2, ("2.28.9", "/lib/libnccl.so.2", ""))
     assert main(["doctor"]) == 0
     told = capsys.readouterr().out
-    assert "NCCL: 2.28.9 /lib/libnccl.so.2" in told and "strategy 'fused' on GPUs: yes" in told
+    assert "NCCL: 2.28.9 /lib/libnccl.so.2" in told and "strategies 'fused' and 'resident' on GPUs: yes" in told
     assert "device 1: gpu, NVIDIA H200, compute capability 9.0" in told
     assert "domains" not in told
 

@@ -307,7 +307,7 @@ def test_tuned(measure):
     def seconds(_, plan):
         if plan is None:
             return 3e-3
-        return 2e-3 if plan.strategy == "fused" else 1e-3 / (1 + (plan.group_waves == 2))
+        return 2e-3 if plan.strategy != "signal" else 1e-3 / (1 + (plan.group_waves == 2))
 
     measured = measure(seconds)
     (row,) = entwine_jax.autotune(f(), *shapes)

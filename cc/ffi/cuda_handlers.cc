@@ -98,7 +98,8 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
 
 schedule::ArenaDemand demand_of(sm90::Call const& call) {
   uint32_t element_bytes = call.op == Op::kAllGatherMatmul ? operand_bytes(call.operands) : call.float_out ? 4 : 2;
-  return schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, element_bytes, call.gathering);
+  return schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, element_bytes, call.gathering,
+                               call.plan.movers != 0);
 }
 
 ffi::ErrorOr<team::Team*> find_team(Op op, team::CliqueContext clique, CallAttributes const& attributes, int device) {

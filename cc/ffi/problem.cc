@@ -203,13 +203,14 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (replicate && xd[0] * m_shard >= kLimit) return invalid(op, "a dimension of size ", xd[0] * m_shard, " can't be tiled");
   ffi::ErrorOr<schedule::Products> products = decode_products(op, a, buffers, n, k);
   if (products.has_error()) return ffi::Unexpected(products.error());
-  bool fits = a.lead >= 0 && a.transport >= 0 && a.transport <= 1 && a.few_rows >= 0 && a.few_rows <= 1;
+  bool fits = a.lead >= 0 && a.transport >= 0 && a.transport <= 1 && a.few_rows >= 0 && a.few_rows <= 1 && a.movers >= 0 &&
+              a.movers <= schedule::kMaxMovers && (a.movers == 0 || a.few_rows == 0);
   for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers}) fits = fits && v >= 1;
   for (int64_t v : {a.tile_m, a.tile_n, a.raster, a.pushers, a.copiers, a.lead}) fits = fits && v < kLimit;
   if (!fits)
     return invalid(op, "the plan (tile_m ", a.tile_m, ", tile_n ", a.tile_n, ", raster ", a.raster, ", lead ", a.lead,
                    ", transport ", a.transport, ", pushers ", a.pushers, ", copiers ", a.copiers, ", few_rows ", a.few_rows,
-                   ") is out of range");
+                   ", movers ", a.movers, ") is out of range");
   for (int64_t v : {a.timeout_ms, a.stall_us})
     if (v < 0 || v >= kLimit)
       return invalid(op, "timeout and stall must be 0 to ", kLimit - 1, ", not ", a.timeout_ms, " ms and ", a.stall_us, " us");
@@ -241,6 +242,8 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   // Positions and words are 32-bit; leave room for the parts of a tile and the claims past the end of the queue.
   if (double(g.ranks) * g.batch * g.row_blocks() * g.cols() * schedule::kSm90Parts >= double(1u << 31))
     return invalid(op, "the product has more tiles than a 32-bit queue can number");
+  if (a.movers != 0 && double(g.tiles()) * schedule::kSm90Parts * g.ranks >= double(1u << 31))
+    return invalid(op, "the product has more tiles than movers' flags can be numbered for in 32 bits");
   schedule::Plan plan{g.tile_m,
                       g.tile_n,
                       schedule::smaller(u32(a.raster), g.chunk_rows()),  // so that a group's tiles are a 32-bit number
@@ -248,7 +251,8 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                       static_cast<schedule::Transport>(a.transport),
                       u32(a.pushers),
                       static_cast<schedule::Form>(a.few_rows),
-                      u32(a.copiers)};
+                      u32(a.copiers),
+                      u32(a.movers)};
   ffi::ErrorOr<schedule::Gathering> gathering = decode_gathering(op, g, buffers);
   if (gathering.has_error()) return ffi::Unexpected(gathering.error());
   Problem problem{op, g, plan, a.transpose_w != 0, *products, {}, x.element_type(), y.element_type(), *gathering};

@@ -23,7 +23,7 @@ struct CallAttributes {
   int64_t activation;   // schedule/activation.h, a byte for each product
   int64_t scaled;       // the operands have 8 bits, and scales are among the optional ones
   // The plan; see schedule/plan.h.
-  int64_t tile_m, tile_n, raster, lead, transport, pushers, copiers, few_rows;
+  int64_t tile_m, tile_n, raster, lead, transport, pushers, copiers, few_rows, movers;
   // Bound on any one wait, 0 for none.
   int64_t timeout_ms;
   // Host executor only: workers a rank; a random stall of up to stall_us before each claim and signal.
@@ -90,7 +90,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(entwine::CallAttributes, xla::ffi::StructM
                                       xla::ffi::StructMember<int64_t>("tile_n"), xla::ffi::StructMember<int64_t>("raster"),
                                       xla::ffi::StructMember<int64_t>("lead"), xla::ffi::StructMember<int64_t>("transport"),
                                       xla::ffi::StructMember<int64_t>("pushers"), xla::ffi::StructMember<int64_t>("copiers"),
-                                      xla::ffi::StructMember<int64_t>("few_rows"),
+                                      xla::ffi::StructMember<int64_t>("few_rows"), xla::ffi::StructMember<int64_t>("movers"),
                                       xla::ffi::StructMember<int64_t>("timeout_ms"), xla::ffi::StructMember<int64_t>("workers"),
                                       xla::ffi::StructMember<int64_t>("stall_us"),
                                       xla::ffi::StructMember<int64_t>("stall_seed"));

@@ -14,14 +14,22 @@ class AllGather : RankPart<In, Out> {
   // Progress: see gathering.h; a tile of another chunk waits for its row block like a copy.
   bool run(uint32_t index) {
     Worker<In> worker(seat_, index);
-    gathering_.push(worker);
+    bool movers = gathering_.movers_push();
+    if (index == seat_.spec->workers) {
+      if (TileClaims::idle_half_moves(seat_)) gathering_.push_all(worker);
+      return true;
+    }
+    TileClaims claims(seat_, worker.stalls);
+    if (!movers)
+      gathering_.push(worker);
+    else if (claims.moves())
+      gathering_.push_all(worker);
     for (;;) {
-      worker.stalls.maybe();
-      uint32_t position = this->own().tile_queue().fetch_add(1);
-      if (position >= order_.size()) return gathering_.copy_all(worker);
-      schedule::Tile t = order_.at(position);
+      uint32_t tile = claims.next();
+      if (tile >= order_.size()) return gathering_.copy_all(worker);
+      schedule::Tile t = order_.at(tile);
       if (t.owner != this->rank() && !this->raised(t.owner, gathering_.word(t.row))) {
-        gathering_.push_all(worker);
+        if (!movers) gathering_.push_all(worker);
         if (!this->await(t.owner, gathering_.word(t.row), t)) return false;
       }
       worker.product.clear();

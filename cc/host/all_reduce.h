@@ -14,10 +14,11 @@ class AllReduce : PartialSums<In, Out> {
   explicit AllReduce(Seat const& seat)
       : PartialSums<In, Out>(seat), collect_{raster_, g_.ranks, seat.rank, schedule::kHostParts} {}
 
-  // Progress: a worker collects once all tiles of this rank are claimed, and what it waits for then are tiles. So one worker a
-  // rank finishes.
+  // Progress: schedule/movers.h, and a worker collects once all tiles of this rank are claimed, and what it waits for then are
+  // tiles. So one worker a rank finishes.
   bool run(uint32_t index) {
     Worker<In> worker(seat_, index);
+    if (index == seat_.spec->workers) return this->moving_.stand_by(worker);
     return this->work(worker, [&](schedule::Tile const& t) { publish(worker, t); }) && collect_all(worker);
   }
 
@@ -41,6 +42,11 @@ class AllReduce : PartialSums<In, Out> {
   void publish(Worker<In>& worker, schedule::Tile const& t) const {
     if (g_.rows(t) == 0) return;  // of a chunk that is short of these rows; nobody waits for it
     this->store(worker, t, y(t), g_.n);
+    if (this->moving_.any()) {
+      this->store(worker, t, this->moving_.outgoing(t), g_.tile_n);
+      this->moving_.finished(worker, t);
+      return;
+    }
     uint32_t index = raster_.index(t.row, t.col);
     for (uint32_t slot = 0; slot < g_.ranks - 1; ++slot) {
       uint32_t peer = schedule::peer_of_slot(this->rank(), slot);

@@ -22,6 +22,8 @@ class Arena {
     make_words(kTileQueue, 1, 0);
     make_words(kPushQueue, 1, 0);
     make_words(kCopyQueue, 1, 0);
+    make_words(kMoveQueue, 1, 0);
+    make_words(kIdleHalf, 1, 0);
     make_words(layout.arrivals_offset(), words, 0);
     make_words(layout.signals_offset(), words, first_epoch);
     // All ones is a NaN in every element type: what is read before it was written shows.
@@ -34,6 +36,8 @@ class Arena {
   Word& tile_queue() { return word(kTileQueue, 0); }
   Word& push_queue() { return word(kPushQueue, 0); }
   Word& copy_queue() { return word(kCopyQueue, 0); }
+  Word& move_queue() { return word(kMoveQueue, 0); }
+  Word& idle_half() { return word(kIdleHalf, 0); }  // what ticket 0's is to do: tile_claims.h
   Word& arrivals(uint64_t index) { return word(layout_.arrivals_offset(), index); }
 
   Word& signal(uint64_t index) { return word(layout_.signals_offset(), index); }
@@ -42,7 +46,7 @@ class Arena {
 
  private:
   // Offsets in the header, a cache line apart.
-  static constexpr uint64_t kTileQueue = 0, kPushQueue = 64, kCopyQueue = 128;
+  static constexpr uint64_t kTileQueue = 0, kPushQueue = 64, kCopyQueue = 128, kMoveQueue = 192, kIdleHalf = 256;
   static constexpr std::align_val_t kAlignment{1024};
   static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 

@@ -51,7 +51,8 @@ struct CallSpec {
                                 : schedule::scratch_bytes(op, schedule::grouped(op, geometry), element_bytes(out), false);
       return {schedule::kMaxGroups, schedule::round_up(bytes, 1024)};
     }
-    return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather() ? in : out), gathering);
+    return schedule::arena_demand(op, geometry, schedule::kHostParts, element_bytes(gather() ? in : out), gathering,
+                                  plan.movers != 0);
   }
 };
 

@@ -17,6 +17,8 @@ bool run(Seat const& seat, Crew& crew, uint32_t besides = 0) {
   own.tile_queue().store(0);
   own.push_queue().store(0);
   own.copy_queue().store(0);
+  own.move_queue().store(0);
+  own.idle_half().store(0);
   Part part(seat);
   std::atomic<bool> finished{true};
   crew.run(seat.spec->workers + besides, [&](uint32_t worker) {
@@ -36,13 +38,14 @@ bool run_grouped(Seat const& seat, Crew& crew) {
 template <typename In, typename Out>
 bool run(Seat const& seat, Crew& crew) {
   if (seat.spec->grouped) return run_grouped<In, Out>(seat, crew);
+  uint32_t idle_half = seat.spec->plan.movers != 0 ? 1 : 0;  // of ticket 0's worker
   switch (seat.spec->op) {
     case schedule::Op::kAllGatherMatmul:
-      return run<AllGather<In, Out>>(seat, crew);
+      return run<AllGather<In, Out>>(seat, crew, idle_half);
     case schedule::Op::kMatmulReduceScatter:
-      return run<ReduceScatter<In, Out>>(seat, crew);
+      return run<ReduceScatter<In, Out>>(seat, crew, idle_half);
     case schedule::Op::kMatmulAllReduce:
-      return run<AllReduce<In, Out>>(seat, crew);
+      return run<AllReduce<In, Out>>(seat, crew, idle_half);
   }
   return false;
 }

@@ -1,13 +1,13 @@
 // What gathers an array beside the matmul: x of all-gather, or another one beside reduce-scatter. Pushers copy the own chunk to
 // the peers' staging; if the gathered array is a result, the own chunk goes there on the way, and copiers copy the peers'.
 //
-// Progress: pushing never waits, and whoever waits for a peer's row block claims every push of this rank that is left first. So
-// one worker a rank finishes, and nobody waits for a copy.
+// Progress: pushing never waits, and somebody does it all: movers (schedule/movers.h), or and whoever waits for a peer's row
+// block claims every push of this rank that is left first. So one worker a rank finishes, and nobody waits for a copy.
 #pragma once
 
 #include <cstring>
 
-#include "host/worker.h"
+#include "host/tile_claims.h"
 
 namespace entwine::host {
 
@@ -33,7 +33,12 @@ class Gathering : RankPart<In, Out> {
            schedule::peer_slot(holder, source) * gathering_.chunk_bytes();
   }
 
-  // To be called by every worker, before its tiles.
+  // Strategy "resident", all-gather: pushing is the movers'.
+  bool movers_push() const {
+    return this->seat_.spec->plan.movers != 0 && this->seat_.spec->op == schedule::Op::kAllGatherMatmul;
+  }
+
+  // To be called by every worker, before its tiles, but where movers push.
   void push(Worker<In>& worker) const {
     schedule::Plan const& plan = this->seat_.spec->plan;
     uint32_t pushers = this->seat_.spec->op == schedule::Op::kAllGatherMatmul ? plan.pushers : plan.copiers;
@@ -52,7 +57,7 @@ class Gathering : RankPart<In, Out> {
   // To be called by every worker, after its tiles. False: the call is off.
   bool copy_all(Worker<In>& worker) const {
     if (whole_ == nullptr || worker.index >= this->seat_.spec->plan.copiers) return true;
-    push_all(worker);
+    if (!movers_push()) push_all(worker);
     for (;;) {
       worker.stalls.maybe();
       uint32_t unit = this->own().copy_queue().fetch_add(1);

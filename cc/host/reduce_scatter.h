@@ -3,6 +3,7 @@
 #pragma once
 
 #include "host/gathering.h"
+#include "host/moving.h"
 
 namespace entwine::host {
 
@@ -10,17 +11,18 @@ template <typename In, typename Out>
 class PartialSums : protected RankPart<In, Out> {
  protected:
   explicit PartialSums(Seat const& seat)
-      : RankPart<In, Out>(seat), order_{raster_, g_.ranks, seat.rank, seat.spec->plan.lead} {}
+      : RankPart<In, Out>(seat), order_{raster_, g_.ranks, seat.rank, seat.spec->plan.lead}, moving_(seat) {}
 
-  // Works on all tiles; `store_sum(tile)` is called for an own one when the accumulators hold what y shall be. False: the
-  // call is off.
+  // Works on all tiles, and as a mover before; `store_sum(tile)` is called for an own one when the accumulators hold what y
+  // shall be. False: the call is off.
   template <typename StoreSum>
   bool work(Worker<In>& worker, StoreSum store_sum) {
+    TileClaims claims(seat_, worker.stalls);
+    if (claims.moves() && !moving_.move_all(worker)) return false;
     for (;;) {
-      worker.stalls.maybe();
-      uint32_t position = this->own().tile_queue().fetch_add(1);
-      if (position >= order_.size()) return true;
-      schedule::Tile t = order_.at(position);
+      uint32_t tile = claims.next();
+      if (tile >= order_.size()) return true;
+      schedule::Tile t = order_.at(tile);
       worker.product.clear();
       for (uint32_t i = 0; i < seat_.spec->products.count; ++i) this->add_product(worker, t, i, rows(t, i));
       this->scale(worker, t);
@@ -48,7 +50,7 @@ class PartialSums : protected RankPart<In, Out> {
 
   // The image of source's partial sum of `t`. Pull: it lies with the source; push: with the owner.
   Out* partial(uint32_t source, schedule::Tile const& t) const {
-    bool pull = seat_.spec->plan.transport == schedule::Transport::kPull;
+    bool pull = seat_.spec->plan.transport == schedule::Transport::kPull && !moving_.any();
     uint32_t holder = pull ? source : t.owner, set = schedule::peer_slot(holder, pull ? t.owner : source);
     size_t image = size_t(set) * g_.chunk_tiles() + index(t);
     return reinterpret_cast<Out*>(this->arena(holder).staging(seat_.epoch)) + image * g_.tile_m * g_.tile_n;
@@ -56,8 +58,11 @@ class PartialSums : protected RankPart<In, Out> {
 
   // Never waits, so that whoever waits for it is served.
   void hand_over(Worker<In>& worker, schedule::Tile const& t) const {
-    this->store(worker, t, partial(this->rank(), t), g_.tile_n);
-    this->raise(worker, t.owner, word(t));
+    this->store(worker, t, moving_.any() ? moving_.outgoing(t) : partial(this->rank(), t), g_.tile_n);
+    if (moving_.any())
+      moving_.finished(worker, t);
+    else
+      this->raise(worker, t.owner, word(t));
   }
 
   // Adds the peers' partial sums in rank order, in float.
@@ -73,6 +78,7 @@ class PartialSums : protected RankPart<In, Out> {
   }
 
   schedule::ReduceScatterOrder order_;
+  Moving<In, Out> moving_;
 };
 
 template <typename In, typename Out>
@@ -83,6 +89,7 @@ class ReduceScatter : PartialSums<In, Out> {
 
   bool run(uint32_t index) {
     Worker<In> worker(seat_, index);
+    if (index == seat_.spec->workers) return this->moving_.stand_by(worker);
     beside_.push(worker);
     auto store_sum = [&](schedule::Tile const& t) {
       size_t row = size_t(g_.batch_of(t.row)) * g_.m_shard + g_.first_row(t.row);

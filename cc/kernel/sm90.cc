@@ -45,7 +45,7 @@ Gather gather_of(Call const& call) {
   g.shape = call.gathering;
   g.own = static_cast<uint8_t const*>(gather ? call.x[0] : call.z);
   g.whole = static_cast<uint8_t*>(call.gathered);
-  g.pushers = gather ? call.plan.pushers : call.plan.copiers;
+  g.pushers = !gather ? call.plan.copiers : call.plan.movers != 0 ? 0 : call.plan.pushers;
   g.copiers = call.plan.copiers;
   g.units_per_block = static_cast<uint32_t>(schedule::ceil_div64(g.shape.block_bytes(0), kUnitBytes));
   g.first_word = schedule::first_gathered_signal(call.op, call.geometry, schedule::kSm90Parts);
@@ -63,7 +63,9 @@ Kernel pick_kernel(Op op, Variant const& variant, int* shared_bytes) {
 uint32_t columns(Call const& call, uint32_t i) { return schedule::columns(call.op, call.geometry, call.products, i); }
 uint32_t contraction(Call const& call, uint32_t i) { return schedule::contraction(call.op, call.geometry, call.products, i); }
 
-uint32_t clusters_of(Call const& call) { return schedule::smaller(call.multiprocessors / kCtas, call.geometry.tiles()); }
+uint32_t clusters_of(Call const& call) {
+  return schedule::smaller(call.multiprocessors / kCtas, call.geometry.tiles() + call.plan.movers);
+}
 
 }  // namespace
 
@@ -122,7 +124,8 @@ TraceShape trace_shape(Call const& call) {
   if (call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
   // A storer notes five things a tile, a pusher one a unit, a collector one a part of a tile; clusters share tiles almost
   // evenly, pushers units less so.
-  uint32_t clusters = clusters_of(call), tiles = schedule::ceil_div(call.geometry.tiles(), clusters);
+  uint32_t clusters = clusters_of(call), multiply = clusters > call.plan.movers ? clusters - call.plan.movers : 1;
+  uint32_t tiles = schedule::ceil_div(call.geometry.tiles(), multiply);
   return {kCtas * clusters, 256 + 16 * tiles};
 }
 
@@ -176,9 +179,11 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.row_blocks = g.row_blocks();
   p.k_blocks = gather ? schedule::ceil_div(g.k, block_k) : p.begin.at[call.products.count];
   p.clusters = clusters_of(call);
-  p.last = p.ranks * p.raster.size() + p.clusters - 1;
+  p.movers = {call.plan.movers};
+  p.last = p.movers.last_claim(p.ranks * p.raster.size(), p.clusters);
   p.lead = call.plan.lead;
-  p.pull = call.plan.transport == schedule::Transport::kPull;
+  p.pull = call.plan.transport == schedule::Transport::kPull || call.plan.movers != 0;
+  p.outgoing_offset = schedule::outgoing_offset(call.op, g, call.float_out ? 4 : 2, call.gathering);
   p.pushers = call.plan.pushers;
   p.rows = g.all_rows();
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);

@@ -23,7 +23,7 @@ struct ArenaDemand {
 // Staging of one call. Reduce-scatter keeps whole tile images of partial sums, one set per peer (pull: in the producer's arena,
 // by owner; push: in the owner's arena, by source), and after them the peers' chunks of what it gathers beside; all-gather
 // keeps the peers' chunks of x. All-reduce keeps partial sums like reduce-scatter and after them the peers' finished tiles, by
-// owner, as images too.
+// owner, as images too. Strategy "resident" keeps partial sums as by push, and what its movers have yet to take.
 ENTWINE_HOST_DEVICE constexpr uint64_t chunk_bytes(Geometry const& g, uint32_t element_bytes) {
   return uint64_t(g.batch) * g.m_shard * g.k * element_bytes;
 }
@@ -41,15 +41,30 @@ constexpr uint64_t gathered_offset(Op op, Geometry const& g, uint32_t element_by
   return op == Op::kAllGatherMatmul ? 0 : round_up(partials_bytes(g, element_bytes) * (g.ranks - 1), 1024);
 }
 
+// Strategy "resident", all but all-gather: the sets of tiles that movers have yet to take, and their flags.
+constexpr uint32_t outgoing_sets(Op op, Geometry const& g) {
+  return op == Op::kAllGatherMatmul ? 0 : g.ranks - (op == Op::kMatmulAllReduce ? 0 : 1);
+}
+
 // `element_bytes` is that of x (all-gather) or of y and a partial sum (the others); `beside` is what reduce-scatter gathers
-// beside its matmul.
+// beside its matmul; `moved` by movers: what they have yet to take lies behind all else.
 constexpr ArenaDemand arena_demand(Op op, Geometry const& g, uint32_t parts, uint32_t element_bytes,
-                                   Gathering const& beside = {}) {
+                                   Gathering const& beside = {}, bool moved = false) {
   uint64_t per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, element_bytes) : partials_bytes(g, element_bytes);
   if (op == Op::kMatmulAllReduce) per_peer *= 2;
   uint64_t besides = op == Op::kMatmulReduceScatter ? beside.chunk_bytes() : 0;
-  return {signals_per_source(op, g, parts, beside),
-          round_up(per_peer * (g.ranks - 1), 1024) + round_up(besides * (g.ranks - 1), 1024)};
+  ArenaDemand demand{signals_per_source(op, g, parts, beside),
+                     round_up(per_peer * (g.ranks - 1), 1024) + round_up(besides * (g.ranks - 1), 1024)};
+  if (!moved) return demand;
+  uint32_t sets = outgoing_sets(op, g);
+  demand.words_per_source = larger(demand.words_per_source, sets * g.chunk_tiles() * parts);
+  demand.staging_half += round_up(partials_bytes(g, element_bytes) * sets, 1024);
+  return demand;
+}
+
+// Where that begins in a half.
+constexpr uint64_t outgoing_offset(Op op, Geometry const& g, uint32_t element_bytes, Gathering const& beside) {
+  return arena_demand(op, g, 1, element_bytes, beside).staging_half;
 }
 
 struct ArenaLayout {

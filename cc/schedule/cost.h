@@ -56,6 +56,36 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t i
   return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us) + after_us;
 }
 
+// Strategy "resident": some multiprocessors move, each so many bytes a microsecond, and multiply when there is nothing left to
+// move; what is finished begins its way a little later. Nobody has measured it: movers' rates were measured alone, and what a
+// job costs them beside its bytes, a claim, a look and a fence, is a guess.
+constexpr double kMoverBytesPerUs = 46e3, kMoverJobUs = 0.5, kMoverUnitBytes = 98304, kMoveUs = 3;
+constexpr double resident_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes, uint32_t movers) {
+  TileCost tile = tile_cost(g.tile_m, g.tile_n);
+  double tile_us = tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us, tiles = g.tiles();
+  bool gather = op == Op::kAllGatherMatmul;
+  double job_bytes = gather ? kMoverUnitBytes : double(g.tile_m) * g.tile_n * out_bytes;
+  double rate = 2 * movers * job_bytes / (job_bytes / kMoverBytesPerUs + kMoverJobUs);
+  if (rate > kLinkBytesPerUs) rate = kLinkBytesPerUs;
+  double clusters = double(kSm90Clusters) - movers;
+  double per_peer = gather ? chunk_bytes(g, in_bytes) : partials_bytes(g, 1) * out_bytes;
+  double link_us = per_peer * (g.ranks - 1) / rate, after_us = kMoveUs;
+  if (op == Op::kMatmulAllReduce) {
+    double finished_us = double(g.all_rows()) / g.ranks * g.n * out_bytes * (g.ranks - 1) / rate;
+    after_us += kCollectUs + finished_us / larger(1, tiles / clusters);
+    link_us += finished_us;
+  }
+  double waves = ceil_div(g.tiles(), uint32_t(clusters)), compute_us = waves * tile_us;
+  if (gather && waves > 1) {  // the movers' clusters take tiles, too, once rows have moved
+    double whole = ceil_div(g.tiles(), kSm90Clusters) * tile_us, joined = (tiles * tile_us + movers * link_us) / kSm90Clusters;
+    compute_us = larger(whole, joined < compute_us ? joined : compute_us);
+  }
+  double exposed_us = waves == 1 ? link_us : 0, stream_us = 0;
+  if (gather) link_us += tile_us;
+  if (g.m_shard < g.tile_m) stream_us = double(in_bytes) * g.n * g.k / tile.stream;
+  return kLaunchUs + larger(larger(compute_us + exposed_us, stream_us), link_us) + after_us;
+}
+
 // Few rows: w streams in once, faster the more CTAs there are; each row adds to the exchange within and between GPUs.
 constexpr double few_rows_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
   FewRows f = few_rows(op, g);

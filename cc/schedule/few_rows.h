@@ -46,10 +46,10 @@ constexpr FewRows few_rows(Op op, Geometry const& g) {
   return {g.ranks, g.batch, g.m_shard, g.n, g.k, rows, g.batch * g.m_shard, tiles, slices, room};
 }
 
-// What a call needs of its arena; `element_bytes` and `beside` as in arena_demand().
+// What a call needs of its arena; `element_bytes`, `beside` and `moved` as in arena_demand().
 constexpr ArenaDemand call_demand(Op op, Form form, Geometry const& g, uint32_t parts, uint32_t element_bytes,
-                                  Gathering const& beside = {}) {
-  if (form == Form::kTiles) return arena_demand(op, g, parts, element_bytes, beside);
+                                  Gathering const& beside = {}, bool moved = false) {
+  if (form == Form::kTiles) return arena_demand(op, g, parts, element_bytes, beside, moved);
   FewRows f = few_rows(op, g);
   uint64_t gathered = uint64_t(f.rows) * f.k * element_bytes;
   uint64_t sums = uint64_t(f.ranks - 1) * (op == Op::kMatmulReduceScatter ? f.chunk_rows : f.rows) * f.n * element_bytes;

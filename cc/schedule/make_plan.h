@@ -32,9 +32,7 @@ constexpr Form pick_form(Op op, Geometry const& g, uint32_t out_bytes, uint32_t 
 }
 
 // `g`'s own tile is ignored. The bytes are those of an element of y and of x.
-constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes, uint32_t in_bytes = 2, bool gated = false) {
-  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1, Form::kTiles, 1};
-  TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes, gated);
+constexpr Plan plan_of_tile(Op op, Geometry g, TileShape tile, uint32_t out_bytes, uint32_t in_bytes, bool gated) {
   g.tile_m = tile.m;
   g.tile_n = tile.n;
   bool gather = op == Op::kAllGatherMatmul;
@@ -66,6 +64,43 @@ constexpr Plan make_plan(Op op, Target target, Geometry g, uint32_t out_bytes, u
           pushers,
           gated ? Form::kTiles : pick_form(op, g, out_bytes, in_bytes),
           copiers};
+}
+constexpr Plan make_plan(Op op, Target target, Geometry const& g, uint32_t out_bytes, uint32_t in_bytes = 2,
+                         bool gated = false) {
+  if (target == Target::kHost) return {kHostTileM, kHostTileN, 4, 2 * g.ranks, Transport::kPull, 1, Form::kTiles, 1};
+  return plan_of_tile(op, g, pick_sm90_tile(op, g, out_bytes, in_bytes, gated), out_bytes, in_bytes, gated);
+}
+
+// Of strategy "resident": tile and multiprocessors that move, two a cluster, together, by what cost.h predicts.
+struct ResidentChoice {
+  Plan plan;
+  double us;  // sm_90
+};
+constexpr uint32_t kMoverSms[] = {2, 4, 6, 8, 12, 16};
+constexpr ResidentChoice make_resident_plan(Op op, Target target, Geometry g, uint32_t out_bytes, uint32_t in_bytes = 2,
+                                            bool gated = false) {
+  if (target == Target::kHost) {
+    Plan plan = make_plan(op, target, g, out_bytes, in_bytes, gated);
+    plan.movers = 1;
+    return {plan, 0};
+  }
+  ResidentChoice best{};
+  for (TileShape tile : kSm90Tiles)
+    for (uint32_t sms : kMoverSms) {
+      if (gated && tile.m != 256) continue;
+      g.tile_m = tile.m;
+      g.tile_n = tile.n;
+      double us = cost::resident_us(op, g, out_bytes, in_bytes, sms / 2);
+      if (best.us != 0 && us >= best.us) continue;
+      best = {plan_of_tile(op, g, tile, out_bytes, in_bytes, gated), us};
+      best.plan.form = Form::kTiles;
+      best.plan.movers = sms / 2;
+    }
+  // Partial sums come by way of a mover: as far ahead of their use as by pull, in waves of fewer clusters.
+  uint32_t clusters = kSm90Clusters - best.plan.movers;
+  if (op == Op::kMatmulReduceScatter && best.plan.lead < kSm90Clusters) best.plan.lead = larger(58, g.ranks - 1);
+  if (best.plan.lead > clusters) best.plan.lead = larger(clusters, g.ranks - 1);
+  return best;
 }
 
 // Predicted microseconds on sm_90, with the plan's tile and on XLA: what strategy "auto" decides by. Some

@@ -5,6 +5,9 @@
 
 namespace entwine::schedule {
 
+// Of the workers that only move.
+constexpr uint32_t kMaxMovers = 4096;
+
 enum class Target : uint32_t { kHost = 0, kSm90 = 1 };
 
 // Who stores a partial sum where. Pull: into the producer's own staging, and the owner fetches it over the link at the start
@@ -26,6 +29,9 @@ struct Plan {
   // Workers or clusters that copy the peers' chunks to the gathered result, where there is one. Those of reduce-scatter push
   // the own chunk of what it gathers beside, too.
   uint32_t copiers = 1;
+  // Strategy "resident": workers or clusters that only move (movers.h), while there is something to move; `transport` means
+  // nothing then. 0: strategy "fused".
+  uint32_t movers = 0;
 };
 
 // sm_90: the tiles of a cluster that the kernels are built for. The first one multiplies fastest; the others fill the GPU with

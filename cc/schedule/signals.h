@@ -41,6 +41,13 @@ ENTWINE_HOST_DEVICE constexpr uint32_t first_gathered_signal(Op op, Geometry con
   return op == Op::kAllGatherMatmul ? 0 : g.chunk_tiles() * parts;
 }
 
+// Strategy "resident": a rank's own flags, which tell its movers that a part of a tile lies in its outgoing set `set`
+// (movers.h). They lie in its own region of its own words, where no peer signals.
+ENTWINE_HOST_DEVICE constexpr uint32_t finished_flag(uint32_t chunk_tiles, uint32_t set, uint32_t tile, uint32_t part,
+                                                     uint32_t parts) {
+  return (set * chunk_tiles + tile) * parts + part;
+}
+
 // Words that one source raises at one destination; `beside` is what reduce-scatter gathers beside its matmul.
 ENTWINE_HOST_DEVICE constexpr uint32_t signals_per_source(Op op, Geometry const& g, uint32_t parts, Gathering const& beside) {
   if (op == Op::kAllGatherMatmul) return g.chunk_rows();

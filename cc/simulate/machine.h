@@ -21,6 +21,7 @@ struct Machine {
   double land_us = 1, signal_us = 1, fetch_us = 2;
   // A pusher, which is one thread; what it claims at once (kernel/sm90/shape.h, kUnitBytes); and how much longer its cluster's
   // tiles take meanwhile: with 66 of them 8 to 17 %.
+  double mover_bytes_per_us = schedule::cost::kMoverBytesPerUs;  // of strategy "resident"; measured alone
   double pusher_bytes_per_us = 16e3, unit_bytes = 98304, pushing_slower = 1.1;
 
   // From the end of a call to the first load of the next, and from the last store to the end (fitted: calls of few tiles).
@@ -56,6 +57,7 @@ void for_each_number(Machine& m, Visit visit) {
   visit("signal_us", m.signal_us);
   visit("fetch_us", m.fetch_us);
   visit("pusher_bytes_per_us", m.pusher_bytes_per_us);
+  visit("mover_bytes_per_us", m.mover_bytes_per_us);
   visit("unit_bytes", m.unit_bytes);
   visit("pushing_slower", m.pushing_slower);
   visit("launch_us", m.launch_us);

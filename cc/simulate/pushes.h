@@ -20,7 +20,8 @@ namespace entwine::simulate {
 class Pushes {
  public:
   // Without pushers nothing is brought.
-  Pushes(schedule::Geometry const& g, uint32_t pushers, double element_bytes, Machine const& machine, Link& link)
+  Pushes(schedule::Geometry const& g, uint32_t pushers, double bytes_per_us, double element_bytes, Machine const& machine,
+         Link& link)
       : blocks_(g.chunk_rows()), landed_((g.ranks - 1) * blocks_), done_(pushers) {
     if (pushers == 0) return;
     uint64_t row_bytes = static_cast<uint64_t>(g.k * element_bytes);
@@ -40,7 +41,7 @@ class Pushes {
       auto unit = order.at(i);
       double block = double(g.rows(unit.row)) * row_bytes, before = unit.piece * machine.unit_bytes;
       double bytes = std::clamp(block - before, 0.0, machine.unit_bytes);
-      double end = link.move(start, bytes, machine.pusher_bytes_per_us);
+      double end = link.move(start, bytes, bytes_per_us);
       moved[pusher].push_back({i / units, end});
       next.push({end, pusher});
     }
@@ -60,6 +61,8 @@ class Pushes {
   // When row block `row` of the rank `step` >= 1 on is there.
   double landed(uint32_t step, uint32_t row) const { return landed_[(step - 1) * blocks_ + row]; }
   bool pushes(uint32_t cluster, double us) const { return cluster < done_.size() && us < done_[cluster]; }
+  // When all that `pusher` has taken has left.
+  double done(uint32_t pusher) const { return done_[pusher]; }
 
  private:
   uint32_t blocks_;

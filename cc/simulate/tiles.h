@@ -37,7 +37,9 @@ class Tiles {
         gather_(op == schedule::Op::kAllGatherMatmul),
         raster_{g.chunk_rows(), g.cols(), plan.raster},
         link_(machine.link_bytes_per_us),
-        pushes_(g, gather_ ? std::min(plan.pushers, schedule::kSm90Clusters) : 0, in_bytes, machine, link_),
+        movers_(std::min(plan.movers, schedule::kSm90Clusters - 1)),
+        pushes_(g, pushers(), movers_ != 0 ? machine.mover_bytes_per_us : machine.pusher_bytes_per_us, in_bytes, machine,
+                link_),
         tile_bytes_(out_bytes * g.tile_m * g.tile_n) {
     schedule::cost::TileCost cost = schedule::cost::tile_cost(g.tile_m, g.tile_n);
     double slower = schedule::kSm90FlopsPerSecond * 1e-6 / machine.flops_per_us;
@@ -52,7 +54,11 @@ class Tiles {
 
   Times run() {
     uint32_t tiles = g_.tiles();
-    for (uint32_t cluster = 0; cluster < schedule::kSm90Clusters; ++cluster) claims_.push({0, cluster});
+    // The last ones move at first. Those of all-gather are done before tiles are.
+    for (uint32_t cluster = 0; cluster < schedule::kSm90Clusters - movers_; ++cluster) claims_.push({0, cluster});
+    for (uint32_t mover = 0; gather_ && mover < movers_; ++mover)
+      claims_.push({std::max(pushes_.done(2 * mover), pushes_.done(2 * mover + 1)), schedule::kSm90Clusters - 1 - mover});
+    for (uint32_t cta = 0; cta < 2 * movers_; ++cta) movers_free_.push(0);
     state_.resize(schedule::kSm90Clusters);
     landed_.reserve(tiles);
     finished_.resize(raster_.size());
@@ -75,6 +81,11 @@ class Tiles {
   };
   using Claim = std::pair<double, uint32_t>;
 
+  // Threads that push x.
+  uint32_t pushers() const {
+    return !gather_ ? 0 : movers_ != 0 ? 2 * movers_ : std::min(plan_.pushers, schedule::kSm90Clusters);
+  }
+
   // A tile from its claim on; returns when its cluster claims the next one.
   double work(uint32_t position, uint32_t number, double claimed) {
     Cluster& cluster = state_[number];
@@ -86,7 +97,7 @@ class Tiles {
       wait_rows_ += std::max(0.0, posted - std::max(claimed, cluster.consumers));
     }
     double start = std::max(cluster.consumers, posted + machine_.load_us);
-    double slower = pushes_.pushes(number, start) ? machine_.pushing_slower : 1;
+    double slower = movers_ == 0 && pushes_.pushes(number, start) ? machine_.pushing_slower : 1;
     double ready = start + k_blocks_ * k_block_us_ * slower * (1 + machine_.jitter * uneven(position)),
            storers = std::max(cluster.storers, posted);
     multiplied_ += ready - start;
@@ -112,6 +123,11 @@ class Tiles {
   // A tile of somebody else's chunk, in the order of claims, which is that of their ordinals.
   void send_partial(Cluster& cluster, double ready, double storers) {
     double rounded = ready + rest_us_, left = rounded, landed;
+    if (movers_ != 0) {
+      left = std::max(rounded, storers) + machine_.store_us;
+      landed_.push_back(move(left));
+      return finish(cluster, rounded, left, rounded);
+    }
     if (plan_.transport == schedule::Transport::kPull) {
       landed = std::max(rounded, storers) + machine_.store_us;
     } else {
@@ -128,6 +144,16 @@ class Tiles {
     finish(cluster, rounded, landed, left);
   }
 
+  // A tile that lies here from `us` on goes to a peer: when it has landed there. Jobs come in the order of tiles.
+  double move(double us) {
+    double start = std::max(movers_free_.top(), us + machine_.signal_us);
+    movers_free_.pop();
+    double left = link_.move(start, tile_bytes_, machine_.mover_bytes_per_us);
+    movers_free_.push(left);
+    end_ = std::max(end_, left);
+    return left + machine_.land_us;
+  }
+
   // A tile of the own chunk: number `index` of it.
   void add_partials(Cluster& cluster, uint32_t index, double ready, double storers) {
     uint32_t peers = g_.ranks - 1;
@@ -136,13 +162,18 @@ class Tiles {
       there = std::max(there, landed_.at(index * peers + peer) + machine_.signal_us);
     // The first of them are fetched while the tile is multiplied, the rest as buffers become free.
     double items = images_ * peers, first = std::min(items, buffers_), rest = items - first;
-    bool pull = plan_.transport == schedule::Transport::kPull;
+    bool pull = plan_.transport == schedule::Transport::kPull && movers_ == 0;
     double fetched = fetch(there, first / images_, pull), later = fetched;
     for (double left = rest, from = std::max(ready, fetched); left > 0; left -= buffers_)
       later = from = fetch(from, std::min(left, buffers_) / images_, pull);
     wait_sums_ += std::max(0.0, fetched - ready);
     double rounded = std::max(std::max(ready, fetched) + rest_us_ + machine_.add_us * peers, later + rest_us_ / 2);
     if (op_ == schedule::Op::kMatmulReduceScatter) return finish(cluster, rounded, rounded, rounded);
+    if (movers_ != 0) {
+      for (uint32_t peer = 0; peer < peers; ++peer)
+        finished_[index] = std::max(finished_[index], move(rounded + machine_.store_us));
+      return finish(cluster, rounded, rounded + machine_.store_us, rounded);
+    }
     double left = link_.move(rounded - rest_us_ / 2, tile_bytes_ * peers, machine_.cluster_bytes_per_us);
     finished_[index] = std::max(left, rounded) + machine_.land_us;
     finish(cluster, rounded, finished_[index], left);
@@ -183,13 +214,15 @@ class Tiles {
   bool gather_;
   schedule::Raster raster_;
   Link link_;
+  uint32_t movers_;  // clusters of strategy "resident"
   Pushes pushes_;
   double tile_bytes_;
   double k_block_us_, k_blocks_, rest_us_, buffers_, images_, least_us_;
 
   std::vector<Cluster> state_;
   std::priority_queue<Claim, std::vector<Claim>, std::greater<Claim>> claims_;
-  std::priority_queue<double, std::vector<double>, std::greater<double>> on_link_;  // when the last `pushers` landed
+  std::priority_queue<double, std::vector<double>, std::greater<double>> on_link_;      // when the last `pushers` landed
+  std::priority_queue<double, std::vector<double>, std::greater<double>> movers_free_;  // when a mover takes its next job
   std::vector<double> landed_, finished_;  // partial sums by ordinal; finished own tiles by index
   double end_ = 0, multiplied_ = 0, wait_rows_ = 0, wait_sums_ = 0, wait_buffers_ = 0;
 };

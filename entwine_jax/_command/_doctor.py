@@ -14,8 +14,8 @@ _PACKAGES = ("entwine_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-c
 
 
 def examine() -> dict[str, Any]:
-    """All findings, as JSON can hold them; ``obstacles`` lists why strategy "fused" can't run on GPUs here, and is
-    empty if it can, ``signal_obstacles`` why "signal" can't."""
+    """All findings, as JSON can hold them; ``obstacles`` lists why strategies "fused" and "resident" can't run on GPUs
+    here, and is empty if they can, ``signal_obstacles`` why "signal" can't."""
     devices = [
         {
             "id": device.id,
@@ -80,14 +80,16 @@ def _told(found: dict[str, Any]) -> str:
         lines.append(f"NCCL: {found['nccl']['version'] or 'none'} {found['nccl']['library']}".rstrip())
     if (found["nvlink_domains"] or 1) > 1:
         lines.append(f"NVLink domains: {found['nvlink_domains']}; a team that keeps within one can be fused")
-    lines += [f"strategy 'fused' on GPUs: no, {obstacle}" for obstacle in found["obstacles"]]
+    lines += [f"strategies 'fused' and 'resident' on GPUs: no, {obstacle}" for obstacle in found["obstacles"]]
     if not found["obstacles"]:
-        lines.append("strategy 'fused' on GPUs: yes")
+        lines.append("strategies 'fused' and 'resident' on GPUs: yes")
     lines += [f"strategy 'signal' on GPUs: no, {obstacle}" for obstacle in found["signal_obstacles"]]
     if not found["signal_obstacles"]:
         lines.append("strategy 'signal' on GPUs: yes")
     if found["host_executor"]:
-        lines.append("strategy 'fused' on CPU devices: yes, the host executor (slow: for tests); 'signal' likewise")
+        lines.append(
+            "strategy 'fused' on CPU devices: yes, the host executor (slow: for tests); 'resident', 'signal' likewise"
+        )
     lines.append("strategy 'xla': always")
     return "\n".join(lines)
 

@@ -93,6 +93,8 @@ def _plan(cost: Cost) -> str:
         return ""
     if plan.few_rows:
         return "few rows"
+    if plan.movers:
+        return f"{plan.tile_m}x{plan.tile_n}, raster {plan.raster}, lead {plan.lead}, {2 * plan.movers} SMs move"
     order = f"raster {plan.raster}, lead {plan.lead}, {plan.transport}"
     return f"{plan.tile_m}x{plan.tile_n}, {order}, pushers {plan.pushers}"
 

@@ -293,7 +293,10 @@ CallSpec random_spec(Random& random, uint32_t ranks) {
   } else if (spec.gather() && !is_float8(spec.in) && random.below(2) == 0) {
     become_gated(spec);
   }
-  if (ranks > 1 && random.below(3) == 0) become_grouped(spec, random);
+  if (ranks > 1 && random.below(3) == 0)
+    become_grouped(spec, random);
+  else if (ranks > 1 && random.below(2) == 0)
+    spec.plan.movers = random.upto(3);  // strategy "resident"
   return spec;
 }
 
@@ -317,7 +320,8 @@ void run_and_check(Team& team, std::vector<Product>& products, int64_t run, Rand
     CHECK_THAT(p.exact(), p.spec().name << ", ranks " << g.ranks << ", batch " << g.batch << ", m_shard " << g.m_shard << ", n "
                                         << g.n << ", k " << g.k << ", tile " << g.tile_m << " x " << g.tile_n << ", workers "
                                         << p.spec().workers << ", products " << p.spec().products.count
-                                        << (p.spec().products.gated ? ", gated" : "") << (p.spec().grouped ? ", grouped" : ""));
+                                        << (p.spec().products.gated ? ", gated" : "") << (p.spec().grouped ? ", grouped" : "")
+                                        << ", movers " << p.spec().plan.movers);
   }
 }
 
@@ -414,7 +418,10 @@ void arenas_grow() {
     uint32_t i = 0;
     auto products = integer_products(random, 2, 6, [&](CallSpec& spec) {
       Geometry& g = spec.geometry;
-      if (i >= 2 && i <= 4) spec.products = {};
+      if (i >= 2 && i <= 4) {
+        spec.products = {};
+        spec.grouped = false;
+      }
       if (i == 2) {  // 4900 tiles a chunk
         g = {2, 1, 70, 70, 3, 1, 1};
         spec.op = Op::kMatmulReduceScatter;

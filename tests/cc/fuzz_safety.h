@@ -6,6 +6,7 @@
 #include "fuzz_input.h"
 #include "host/call.h"
 #include "schedule/make_plan.h"
+#include "schedule/movers.h"
 #include "schedule/tile_order.h"
 
 namespace entwine::fuzz {
@@ -28,6 +29,7 @@ class Safety {
                p_.products.count == 1;
     uint32_t element = p_.op == Op::kAllGatherMatmul ? size : out;
     arena(schedule::arena_demand(p_.op, g_, parts, element, p_.gathering), tiles_bytes(element), words(parts));
+    if (p_.plan.movers != 0) outgoing(element, parts);
     if (few) few_rows(element);
     orders(random);
     products(random);
@@ -126,6 +128,18 @@ class Safety {
                                                : Wide(g_.batch) * g_.row_blocks() * g_.cols() * g_.tile_m * g_.tile_n * element;
     Wide beside = p_.op == Op::kMatmulReduceScatter ? chunk_of(p_.gathering) : 0;
     return (chunk * (p_.op == Op::kMatmulAllReduce ? 2 : 1) + beside) * (g_.ranks - 1);
+  }
+  // Strategy "resident": what movers have yet to take, and its flags.
+  void outgoing(uint32_t element, uint32_t parts) {
+    Wide sets = p_.op == Op::kAllGatherMatmul ? 0 : p_.op == Op::kMatmulAllReduce ? g_.ranks : g_.ranks - 1;
+    Wide tiles = tiles_ / g_.ranks, flags = sets * tiles * parts, all = words(parts);
+    arena(schedule::arena_demand(p_.op, g_, parts, element, p_.gathering, true),
+          tiles_bytes(element) + sets * tiles * g_.tile_m * g_.tile_n * element, flags < all ? all : flags);
+    Wide at = schedule::outgoing_offset(p_.op, g_, element, p_.gathering);
+    expect(at >= tiles_bytes(element) && at <= tiles_bytes(element) + 4096, "where outgoing tiles begin");
+    schedule::MoveOrder order{
+        {g_.chunk_rows(), g_.cols(), p_.plan.raster}, g_.ranks, 0, p_.plan.lead, p_.op == Op::kMatmulAllReduce};
+    expect(Wide(tiles) * (g_.ranks - 1) * (order.results ? 2 : 1) == order.size(), "jobs of movers");
   }
   Wide words(uint32_t parts) const {
     Wide blocks = p_.gathering.any() ? Wide(p_.gathering.batch) * blocks_of(p_.gathering) : 0;

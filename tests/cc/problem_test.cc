@@ -304,6 +304,8 @@ void bad_calls_are_named() {
       {[](Call& c) { c.attributes.pushers = 0; }, {"plan", "pushers 0"}},
       {[](Call& c) { c.attributes.few_rows = 2; }, {"plan", "few_rows 2"}},
       {[](Call& c) { c.attributes.copiers = 0; }, {"plan", "copiers 0"}},
+      {[](Call& c) { c.attributes.movers = -1; }, {"plan", "movers -1"}},
+      {[](Call& c) { c.attributes.movers = schedule::kMaxMovers + 1; }, {"plan", "movers 4097"}},
       {[](Call& c) { c.attributes.pushers = int64_t{1} << 32; }, {"plan", "pushers 4294967296"}},
       {[](Call& c) {
          c.x[0] = c.y[0] = int64_t{1} << 30;

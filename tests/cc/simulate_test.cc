@@ -56,6 +56,27 @@ void a_link_moves_no_more() {
   }
 }
 
+// Strategy "resident": nothing is faster than its movers, the fewer there are the slower, and bytes are those of "fused".
+void movers_move_what_they_can() {
+  for (Op op : kOps)
+    for (uint32_t ranks : {2u, 8u}) {
+      bool gather = op == Op::kAllGatherMatmul;
+      Geometry g = geometry(op, ranks, 8192, gather ? 1024 : 8192, gather ? 8192 : 1024);
+      Plan plan = make_resident_plan(op, Target::kSm90, g, 2).plan;
+      plan.tile_m = plan.tile_n = 256;
+      Machine machine;
+      double pushed = fused(op, g, planned(op, g), 2, 2, machine).link_us, last = 0;
+      for (uint32_t movers : {4u, 2u, 1u}) {
+        plan.movers = movers;
+        Times times = fused(op, g, plan, 2, 2, machine);
+        double least_us = times.link_us * machine.link_bytes_per_us / (2 * movers * machine.mover_bytes_per_us);
+        CHECK_THAT(times.us >= least_us && times.us > last, op_name(op) << ", " << movers << " movers: " << times.us);
+        CHECK_THAT(std::abs(times.link_us - pushed) < 0.15 * pushed, op_name(op) << ": " << times.link_us << ", " << pushed);
+        last = times.us;
+      }
+    }
+}
+
 // The n-th remote tile that a rank claims has ordinal n, and an own tile waits for ordinals that are all claimed before it by
 // the ranks that are alike: what lets tiles be gone through in order, on one rank.
 void one_rank_stands_for_all() {
@@ -162,7 +183,10 @@ void slower_parts_make_slower_calls() {
 }
 
 // Numbers that the kernels have, too.
-void the_kernels_numbers() { CHECK_EQ(Machine().unit_bytes, double(sm90::kUnitBytes)); }
+void the_kernels_numbers() {
+  CHECK_EQ(Machine().unit_bytes, double(sm90::kUnitBytes));
+  CHECK_EQ(cost::kMoverUnitBytes, double(sm90::kUnitBytes));
+}
 
 }  // namespace
 }  // namespace entwine::simulate
@@ -171,6 +195,7 @@ int main() {
   using namespace entwine::simulate;
   return check::run({{"a_link_moves_what_it_can", a_link_moves_what_it_can},
                      {"a_link_moves_no_more", a_link_moves_no_more},
+                     {"movers_move_what_they_can", movers_move_what_they_can},
                      {"one_rank_stands_for_all", one_rank_stands_for_all},
                      {"no_call_beats_its_bounds", no_call_beats_its_bounds},
                      {"orders_and_windows_matter", orders_and_windows_matter},

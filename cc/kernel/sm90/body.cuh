@@ -5,6 +5,7 @@
 //   warp 3      scheduler   (CTA 0) claims tiles and posts them to both CTAs; all-gather: once their rows have landed
 //               pusher      (CTA 1, if anything is gathered) copies the own chunk to the peers, then theirs to the result
 //               collector   (CTA 1, all-reduce) copies the peers' finished tiles to y
+//               mover       (strategy "resident", both CTAs of some clusters) takes what tiles have finished to the peers
 //   warps 4-11  consumers   two warpgroups: wgmma, reduction, rounding
 //
 // Single-thread roles run in lane 0 of their warp.
@@ -21,12 +22,14 @@
 // waiting at an earlier position, hence will be signalled. This holds with any number >= 1 of resident clusters a rank: no role
 // depends on a CTA that might not be resident, except a cluster's two CTAs on each other, and they are scheduled together. The
 // pusher of the rank's first ticket always runs, and alone it pushes everything, before it waits for any row block to copy; for
-// its copies nobody waits. Waits inside a CTA are for roles of the same cluster only.
+// its copies nobody waits. With movers, schedule/movers.h has the argument. Waits inside a CTA are for roles of the same
+// cluster only.
 #pragma once
 
 #include "kernel/sm90/collector.cuh"
 #include "kernel/sm90/consumer.cuh"
 #include "kernel/sm90/loader.cuh"
+#include "kernel/sm90/mover.cuh"
 #include "kernel/sm90/pusher.cuh"
 #include "kernel/sm90/scheduler.cuh"
 #include "kernel/sm90/storer.cuh"
@@ -47,6 +50,8 @@ __device__ __forceinline__ void init_barriers(Shared<C> const& shared) {
   ptx::mbarrier_init(shared.tile_ready(), 1);
   ptx::mbarrier_init(shared.tile_taken(), kTakers);
   for (int i = 0; i < C::kPieces; ++i) ptx::mbarrier_init(shared.piece_loaded(i), 1);
+  for (int i = 0; i < Shared<C>::kMoverSlots; ++i) ptx::mbarrier_init(shared.mover_loaded(i), 1);
+  ptx::mbarrier_init(shared.mover_told(), 1);
   ptx::mbarrier_init_fence();
 }
 
@@ -85,12 +90,15 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
         load_operands(cta);
       } else if (warp < 3) {
         store_tiles(cta, warp - 1);
-      } else if (in_cluster == 0) {
-        schedule_tiles(cta);
-      } else if constexpr (C::kReplicate) {
-        Collector<C>(cta).run();
-      } else if (params.gather.own != nullptr) {
-        Pusher<C>(cta).run();
+      } else {
+        move_first(cta);
+        if (in_cluster == 0) {
+          schedule_tiles(cta);
+        } else if constexpr (C::kReplicate) {
+          Collector<C>(cta).run();
+        } else if (params.gather.own != nullptr) {
+          Pusher<C>(cta).run();
+        }
       }
     }
     __syncwarp();

@@ -7,9 +7,9 @@
 
 #include "kernel/sm90/epilogue.h"
 #include "schedule/gathering.h"
+#include "schedule/movers.h"
 #include "schedule/products.h"
 #include "schedule/stuck_report.h"
-#include "schedule/tile_order.h"
 #include "schedule/trace_event.h"
 
 namespace entwine::sm90 {
@@ -21,7 +21,8 @@ struct Control {
   uint64_t queue;
   uint32_t push[2];  // units of what is gathered that are claimed to be pushed; all-reduce: parts claimed by collectors
   struct alignas(8) Counts {
-    uint32_t landed;  // partial sums by push: parts of remote tiles that lie at their owner's
+    // Partial sums by push: parts of remote tiles that lie at their owner's. Strategy "resident": jobs claimed by movers.
+    uint32_t landed;
     uint32_t copied;  // units of the peers' chunks that are claimed to be copied to the gathered result
   } counts[2];        // cleared as one word
   uint32_t stuck;
@@ -61,6 +62,9 @@ struct Params {
   uint64_t results_offset;             // all-reduce: where the peers' finished tiles begin in a half of the staging
 
   uint32_t pushers;  // reduce-scatter, all-reduce by push: tiles on the link at once
+
+  schedule::Movers movers;   // strategy "resident": clusters that move. Then `pull` is set
+  uint64_t outgoing_offset;  // reduce-scatter, all-reduce: where what they have yet to take begins in a half of the staging
   Gather gather;
 
   uint8_t* arena[schedule::kMaxRanks];  // every rank's, mapped here

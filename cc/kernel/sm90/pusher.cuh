@@ -17,6 +17,20 @@
 
 namespace entwine::sm90 {
 
+// A unit of `block` (destination and row block) has landed: counts it, and signals the row block if that makes it complete.
+template <class C>
+__device__ __forceinline__ void count_unit(Cta<C> const& cta, uint32_t block) {
+  Params const& p = cta.params;
+  uint32_t destination = block >> 24;
+  uint32_t word = schedule::gathered_signal(p.gather.first_word, block & 0xffffff);
+  uint32_t* arrivals = reinterpret_cast<uint32_t*>(p.arena[p.rank] + p.arrivals_offset) +
+                       schedule::signal_word(destination, p.words_per_source, word);
+  if (ptx::add_acquire_release(arrivals, 1) == p.gather.units_per_block - 1) {
+    ptx::store_relaxed(arrivals, 0);
+    ptx::store_release_system(cta.signal(destination, p.rank, word), schedule::signal_value(cta.epoch));
+  }
+}
+
 template <class C>
 class Pusher {
  public:
@@ -148,18 +162,9 @@ class Pusher {
     ptx::bulk_commit();
   }
 
-  // A unit of `block` has landed: counts it, and signals the row block if that makes it complete.
   __device__ __forceinline__ void count(uint32_t block) {
-    Params const& p = cta_.params;
-    uint32_t destination = block >> 24;
     trace_.mark(schedule::Mark::kPushed, block);
-    uint32_t word = schedule::gathered_signal(p.gather.first_word, block & 0xffffff);
-    uint32_t* arrivals = reinterpret_cast<uint32_t*>(p.arena[p.rank] + p.arrivals_offset) +
-                         schedule::signal_word(destination, p.words_per_source, word);
-    if (ptx::add_acquire_release(arrivals, 1) == p.gather.units_per_block - 1) {
-      ptx::store_relaxed(arrivals, 0);
-      ptx::store_release_system(cta_.signal(destination, p.rank, word), schedule::signal_value(cta_.epoch));
-    }
+    count_unit(cta_, block);
   }
 
   static __device__ __forceinline__ uint32_t piece_bytes(uint32_t i, uint32_t unit_bytes) {

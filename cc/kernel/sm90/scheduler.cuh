@@ -81,23 +81,29 @@ __device__ __forceinline__ void await_rows(Cta<C> const& cta, schedule::Tile til
 // One thread of the leader CTA: posts a tile to both CTAs, waits until all roles have taken it, claims the next.
 template <class C>
 __device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
+  schedule::Movers movers = cta.params.movers;
   uint32_t tiles = cta.params.ranks * cta.params.raster.size(), position = cta.first_claim, phase = 0;
+  bool tell = movers.count != 0 && position == 0;
   Tracer<C> trace(cta.params, 3);
   for (;;) {
-    bool more = position < tiles;
-    uint32_t packed = kNoTile;
-    if (more) {
-      schedule::Tile tile = tile_at<C>(cta.params, position);
-      packed = pack_tile(tile);
-      trace.mark(schedule::Mark::kClaimed, packed);
-      if constexpr (C::kGather) await_rows(cta, tile);
-      trace.mark(schedule::Mark::kPosted, packed);
+    if (!movers.reserved(position)) {
+      uint32_t number = movers.tile(position), packed = kNoTile;
+      bool more = number < tiles;
+      if (more) {
+        schedule::Tile tile = tile_at<C>(cta.params, number);
+        packed = pack_tile(tile);
+        trace.mark(schedule::Mark::kClaimed, packed);
+        if constexpr (C::kGather) await_rows(cta, tile);
+        trace.mark(schedule::Mark::kPosted, packed);
+      }
+      for (uint32_t i = 0; i < kCtas; ++i) ptx::post_word(cta.shared.tile_slot(), cta.shared.tile_ready(), i, packed);
+      if (!more) return;
+      ptx::mbarrier_wait(cta.shared.tile_taken(), phase);
+      phase ^= 1;
     }
-    for (uint32_t i = 0; i < kCtas; ++i) ptx::post_word(cta.shared.tile_slot(), cta.shared.tile_ready(), i, packed);
-    if (!more) return;
-    ptx::mbarrier_wait(cta.shared.tile_taken(), phase);
-    phase ^= 1;
     position = claim(cta.params, cta.control()).position;
+    if (tell) ptx::post_word(cta.shared.mover_word(), cta.shared.mover_told(), 1, position == 1);  // mover.cuh
+    tell = false;
   }
 }
 

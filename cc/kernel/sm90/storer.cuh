@@ -10,6 +10,7 @@
 
 #include "kernel/ptx/tma.cuh"
 #include "kernel/sm90/collector.cuh"
+#include "kernel/sm90/outgoing.cuh"
 #include "kernel/sm90/scheduler.cuh"
 #include "kernel/sm90/wait.cuh"
 
@@ -19,7 +20,7 @@ namespace entwine::sm90 {
 template <class C>
 __device__ __forceinline__ uint8_t* partial(Cta<C> const& cta, uint32_t producer, uint32_t owner, uint32_t index,
                                             uint32_t part) {
-  bool pull = cta.params.pull;
+  bool pull = cta.params.pull && cta.params.movers.count == 0;
   uint32_t keeper = pull ? producer : owner, slot = schedule::peer_slot(keeper, pull ? owner : producer);
   uint64_t tile = uint64_t(slot) * cta.params.raster.size() + index;
   return cta.staging(keeper) + (tile * schedule::kSm90Parts + part) * C::kPartBytes;
@@ -55,6 +56,8 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
     uint32_t product = C::kGather ? p.begin.of(tile.col) : 0;
     uint32_t col =
         (tile.col - (C::kGather ? p.begin.at[product] : 0)) * C::kTileN + (C::kStacked ? 0 : consumer * C::kConsumerN);
+    bool moved = p.movers.count != 0;
+    uint32_t set = schedule::outgoing_set(p.ranks, p.rank, tile.owner);
     uint32_t index = C::kGather ? 0 : p.raster.index(tile.row, tile.col), part = cta.rank_in_cluster * kConsumers + consumer;
     schedule::PartInside there{};
     if constexpr (C::kReplicate) {
@@ -95,7 +98,8 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
       if (item == items - 1) trace.mark(schedule::Mark::kRounded, packed);
       if (remote) {
         if (item == 0 && !p.pull) await_link(cta, tile, index);
-        ptx::bulk_store(partial(cta, p.rank, tile.owner, index, part) + item * kImageBytes, from, kImageBytes);
+        uint8_t* to = moved ? outgoing(cta, set, index, part) : partial(cta, p.rank, tile.owner, index, part);
+        ptx::bulk_store(to + item * kImageBytes, from, kImageBytes);
         ptx::bulk_commit();
       } else if (uint32_t image = item / sources; item - image * sources == sources - 1) {
         if constexpr (!C::kReplicate) {
@@ -103,7 +107,8 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
                             C::kGather ? batch : 0);
         } else if (image < there.images) {
           ptx::tma_store_4d(&p.y[0], from, there.col + image * C::kImageCols, there.row, 0, 0);
-          for (uint32_t peer = 0; peer < p.ranks; ++peer)
+          if (moved) ptx::bulk_store(outgoing(cta, set, index, part) + image * kImageBytes, from, kImageBytes);
+          for (uint32_t peer = 0; peer < p.ranks && !moved; ++peer)
             if (peer != p.rank)
               ptx::bulk_store(result(cta, peer, p.rank, index, part) + image * kImageBytes, from, kImageBytes);
         }
@@ -124,8 +129,11 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
       ptx::bulk_wait<0>();
       if (remote) {
         if (!p.pull) ptx::count_relaxed(&cta.control()->counts[cta.parity()].landed);
-        ptx::store_release_system(cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts)),
-                                  schedule::signal_value(cta.epoch));
+        uint32_t* word = moved ? outgoing_flag(cta, set, index, part)
+                               : cta.signal(tile.owner, p.rank, schedule::partial_signal(index, part, schedule::kSm90Parts));
+        ptx::store_release_system(word, schedule::signal_value(cta.epoch));
+      } else if (moved) {
+        ptx::store_release_system(outgoing_flag(cta, set, index, part), schedule::signal_value(cta.epoch));
       } else if (there.images != 0) {
         for (uint32_t peer = 0; peer < p.ranks; ++peer)
           if (peer != p.rank)

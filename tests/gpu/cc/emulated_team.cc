@@ -39,6 +39,7 @@ std::string to_string(Variant const& v) {
   if (v.transposed_w) text += ", w transposed";
   if (v.finishes) text += ", bias and relu";
   if (v.few_rows) return text + ", few rows";
+  if (v.movers != 0) text += ", movers " + std::to_string(v.movers);
   if (v.gathers) text += gather ? ", x gathered" : ", gathering beside";
   text += ", tile " + std::to_string(v.tile.m) + " x " + std::to_string(v.tile.n) + ", pushers " + std::to_string(v.pushers);
   return gather ? text : text + ", lead " + std::to_string(v.lead);
@@ -179,6 +180,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   call.plan.lead = variant.lead;
   call.plan.transport = variant.transport;
   call.plan.pushers = variant.pushers;
+  call.plan.movers = call.plan.form == schedule::Form::kTiles ? variant.movers : 0;
   if (variant.pushers == 1) call.plan.copiers = 1;
   call.operands = variant.operands;
   call.transposed_w = variant.transposed_w;
@@ -232,6 +234,8 @@ std::string EmulatedTeam::arena_fault() {
               ", claims 0";
     else if (control.push[rank.epoch & 1] != 0)
       fault = where + "the next call's push queue is at " + std::to_string(control.push[rank.epoch & 1]);
+    else if (control.counts[rank.epoch & 1].landed != 0)
+      fault = where + "the next call's count of what has landed is " + std::to_string(control.counts[rank.epoch & 1].landed);
     else if (control.counts[rank.epoch & 1].copied != 0)
       fault = where + "the next call's copy queue is at " + std::to_string(control.counts[rank.epoch & 1].copied);
     else if (std::any_of(words.begin() + layout_.arrivals_offset() / 4, words.end(), [](uint32_t count) { return count != 0; }))
@@ -264,7 +268,7 @@ schedule::Form form_of(Variant const& v, schedule::Geometry const& geometry) {
 schedule::ArenaDemand demand_of(Variant const& v, schedule::Geometry const& geometry) {
   uint32_t element_bytes = v.op == Op::kAllGatherMatmul ? v.element_bytes() : v.float_out ? 4 : 2;
   return schedule::call_demand(v.op, form_of(v, geometry), geometry, schedule::kSm90Parts, element_bytes,
-                               gathering_of(v, geometry));
+                               gathering_of(v, geometry), v.movers != 0);
 }
 
 }  // namespace teams

@@ -89,6 +89,21 @@ std::vector<Variant> exact_variants() {
               {op, transport, transport == Transport::kPull, float_out, kLeads[2], kPushers[1], tile, false, gathers, true});
         }
     }
+  // Strategy "resident": the same kernels, with few movers and with more than a rank of a large team has clusters.
+  for (bool float_out : {false, true})
+    for (Op op : kOps)
+      for (schedule::TileShape tile : schedule::kSm90Tiles)
+        for (uint32_t movers : {1u, 2u, 9u}) {
+          Variant moved{op, Transport::kPush, float_out, float_out, kLeads[movers % 4], kPushers[movers != 1], tile};
+          moved.movers = movers;
+          moved.gathers = movers == 2 && op != Op::kMatmulAllReduce;
+          moved.finishes = movers == 9;
+          if (movers == 2 && !float_out) moved.operands = Operands::kF16;
+          variants.push_back(moved);
+          if (movers != 9 || !float_out) continue;
+          moved.operands = op == Op::kMatmulReduceScatter ? Operands::kE5m2 : Operands::kE4m3;
+          variants.push_back(moved);
+        }
   // What doesn't depend on the type of operands has been looked at: each kernel once, and what is gathered.
   for (bool transposed_w : {false, true})
     for (bool float_out : {false, true})
@@ -129,11 +144,13 @@ bool Kernels::first(Variant const& v, Geometry const& g) {
   bool roles = !few && v.operands == Operands::kBf16 && !v.transposed_w && !v.float_out && v.tile.m * v.tile.n == 256 * 256;
   return seen_
       .insert({v.op, v.operands, v.transposed_w, v.float_out, few ? schedule::few_rows(v.op, g).room : v.tile.m,
-               few ? 0 : v.tile.n, roles ? static_cast<uint32_t>(v.transport) + 2 * v.gathers + 4 * v.finishes : 0})
+               few ? 0 : v.tile.n,
+               roles ? static_cast<uint32_t>(v.transport) + 2 * v.gathers + 4 * v.finishes + 8 * v.movers : 0})
       .second;
 }
 
 uint32_t family_of(Variant const& v) {
+  if (v.movers != 0) return 16 + static_cast<uint32_t>(v.op);
   if (v.operands != Operands::kBf16) return is_float8(v.operands) ? 15 : 14;
   if (v.finishes) return 11 + static_cast<uint32_t>(v.op);
   if (v.few_rows) return 5 + static_cast<uint32_t>(v.op);

@@ -42,7 +42,10 @@ inline constexpr char const* kFamilies[] = {"all_gather_matmul",
                                             "matmul_reduce_scatter with bias and relu",
                                             "matmul_all_reduce with bias and relu",
                                             "float16",
-                                            "float8"};
+                                            "float8",
+                                            "all_gather_matmul resident",
+                                            "matmul_reduce_scatter resident",
+                                            "matmul_all_reduce resident"};
 uint32_t family_of(Variant const& v);
 
 }  // namespace teams

@@ -62,6 +62,8 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
     call.variant.operands = kAllOperands[below(std::size(kAllOperands))];
     if (is_float8(call.variant.operands)) call.variant.transposed_w = true;
     call.variant.finishes = below(2) == 0;
+    // Strategy "resident" among "fused", on one arena.
+    if (!call.variant.few_rows && below(2) == 0) call.variant.movers = 1 + below(4);
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }

@@ -44,6 +44,7 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
                         schedule::kSm90Tiles[i % std::size(schedule::kSm90Tiles)],
                         i == 0,
                         i != 0 && op != Op::kMatmulAllReduce};
+        if (i != 0) variant.movers = 1;
         schedule::ArenaDemand demand = demand_of(variant, tiled(geometry_for(op, g), variant));
         layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
         if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
