@@ -251,7 +251,8 @@ def test_refused_and_settings(monkeypatch):
 @pytest.fixture
 def gpus(monkeypatch):
     monkeypatch.setattr(_strategy._core, "cuda_built", lambda: True)
-    for name in ("peer_obstacle", "hopper_obstacle", "span_obstacle"):
+    monkeypatch.setattr(_obstacles, "domains", lambda: (0,))
+    for name in ("peer_obstacle", "hopper_obstacle"):
         monkeypatch.setattr(_obstacles, name, lambda: None)
 
 
