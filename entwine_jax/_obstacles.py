@@ -96,8 +96,6 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
         return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_core.SM90_TILES}"
     if request.gated and config.tile_m not in (None, 256):
         return f"gated products have tiles of 256 rows, not config's tile_m={config.tile_m}"
-    if config.few_rows and request.scaled:
-        return "config's few_rows=True is for 16-bit operands"
     if config.few_rows and all_rows(request, shape) > _core.FEW_ROWS_MOST:
         return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {all_rows(request, shape)}"
     return None

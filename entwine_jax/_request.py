@@ -143,9 +143,9 @@ def all_rows(request: Request, shape: Sizes) -> int:
 
 
 def wants_tiles(request: Request) -> bool:
-    """Whether a call can't be for the kernels for few rows: these gather nothing for others and take 16-bit operands,
-    and who sets a number of the tiles' schedule means tiles."""
+    """Whether a call can't be for the kernels for few rows: these gather nothing for others, and who sets a number
+    of the tiles' schedule means tiles."""
     config = request.settings.config
     numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
     meant = config.few_rows is None and any(value is not None for value in numbers)
-    return request.gathers or request.scaled or request.products > 1 or config.few_rows is False or meant
+    return request.gathers or request.products > 1 or config.few_rows is False or meant

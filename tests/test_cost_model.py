@@ -65,6 +65,8 @@ def test_types():
     # Twice the bytes; pushed they are a bit faster than pulled.
     assert fused(out_dtype=jnp.float32).link_us == pytest.approx(2 * fused().link_us, rel=0.08)
     assert fused(dtype="float8_e4m3fn").us < 0.7 * fused().us
+    few = [cost_model("all_gather_matmul", 64, 8192, 8192, 2, dtype=t)["fused"] for t in ("float8_e4m3fn", "bfloat16")]
+    assert all(cost.plan.few_rows for cost in few) and few[0].us < 0.7 * few[1].us
     assert fused(dtype="float8_e5m2", out_dtype="float16").link_us == pytest.approx(fused().link_us, rel=0.08)
 
 

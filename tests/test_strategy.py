@@ -181,9 +181,12 @@ def test_float8(op):
     assert choose(op, "fused", size=2, m=8192, n=8192, k=2048, **FLOAT8).plan.transport == (
         "pull" if op == "all_gather_matmul" else "push"
     )
-    # No kernels for few rows.
-    assert not choose(op, "fused", size=2, m=16, n=8192, k=8192, **FLOAT8).plan.few_rows
-    assert choose(op, "fused", size=2, m=16, n=8192, k=8192).plan.few_rows
+    # Of few rows w's bytes are what counts, and halve.
+    few, wide = choose(op, size=2, m=16, n=8192, k=8192, **FLOAT8), choose(op, size=2, m=16, n=8192, k=8192)
+    assert few.strategy == "fused" and few.plan.few_rows and wide.plan.few_rows
+    assert float(few.reason.split()[1]) < 0.7 * float(wide.reason.split()[1])
+    for config in (entwine_jax.Config(raster=2), entwine_jax.Config(few_rows=False)):
+        assert not choose(op, "fused", size=2, m=16, n=8192, k=8192, config=config, **FLOAT8).plan.few_rows
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_float8(op):
         ({"n": 20, "result": jnp.float32, "k": 8}, "a row of x is 8 x 1"),
         ({"precision": "highest"}, "precision=highest asks for more than the tensor cores' sums of float8"),
         ({"precision": (None, jax.lax.Precision.HIGH)}, "asks for more than"),
-        ({"config": entwine_jax.Config(few_rows=True), "m": 2}, "few_rows=True is for 16-bit operands"),
+        ({"config": entwine_jax.Config(few_rows=True), "m": 33}, "few_rows=True is for up to 128 rows, not 132"),
     ],
 )
 def test_float8_not_fused(options, reason):

@@ -84,8 +84,6 @@ std::string unsupported(Call const& call) {
     return "config few_rows: a call of more than " + std::to_string(schedule::kFewRowsMost) +
            " rows isn't one of few; leave it unset";
   if (is_float8(call.operands) && !call.transposed_w) return "8-bit operands: w must be stored transposed, (n, k)";
-  if (is_float8(call.operands) && call.plan.form == schedule::Form::kFewRows)
-    return "config few_rows: these kernels take 16-bit operands; leave it unset";
   if (call.plan.form == schedule::Form::kFewRows && call.products.count > 1)
     return "config few_rows: these kernels take one product; leave it unset";
   uint64_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands);

@@ -12,7 +12,7 @@ using schedule::Op;
 
 cudaError_t load_few_rows_kernels() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
-    for (Operands operands : {Operands::kBf16, Operands::kF16})
+    for (Operands operands : kAllOperands)
       for (bool transposed_w : {false, true})
         for (bool float_out : {false, true})
           for (uint32_t rows : schedule::kFewRowsRoom) {
@@ -29,23 +29,26 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   FewRowsParams p{};
   p.shape = schedule::few_rows(call.op, g);
 
-  uint64_t row = g.k * uint64_t{2};
+  uint32_t in = operand_bytes(call.operands), block_k = kBlockBytes / in;
+  uint64_t row = g.k * uint64_t{in};
   bool ok = true;
   for (uint32_t parity = 0; parity < 2; ++parity) {
     void const* x = call.op == Op::kAllGatherMatmul ? call.arenas[call.rank] + call.arena.staging_offset(parity) : call.x[0];
-    ok = ok && encode_tensor_map({x, 2, 2, {g.k, p.shape.rows}, {row}, {kBlockK, p.shape.room}}, &p.x[parity]);
+    ok = ok && encode_tensor_map({x, in, 2, {g.k, p.shape.rows}, {row}, {block_k, p.shape.room}}, &p.x[parity]);
   }
-  TensorView w = call.transposed_w ? TensorView{call.w[0], 2, 2, {g.k, g.n}, {row}, {kBlockK, schedule::kFewRowsTileN}}
+  TensorView w = call.transposed_w ? TensorView{call.w[0], in, 2, {g.k, g.n}, {row}, {block_k, schedule::kFewRowsTileN}}
                                    : TensorView{call.w[0], 2, 2, {g.n, g.k}, {g.n * uint64_t{2}}, {64, kBlockK}};
   ok = ok && encode_tensor_map(w, &p.w);
   if (!ok) return cudaErrorInvalidValue;
 
-  p.k_blocks = schedule::ceil_div(g.k, kBlockK);
+  p.k_blocks = schedule::ceil_div(g.k, block_k);
   p.slice_blocks = schedule::ceil_div(p.k_blocks, p.shape.slices);
   p.clusters = schedule::smaller(schedule::larger(call.multiprocessors / p.shape.slices, 1), p.shape.tiles);
   p.x_data = static_cast<uint8_t const*>(call.x[0]);
   p.y = static_cast<uint8_t*>(call.y[0]);
   p.epilogue = epilogue_of(call.bias[0], call.activation[0]);
+  p.scale = call.scale;
+  p.e5m2 = call.operands == Operands::kE5m2;
   set_arena(call, p);
 
   int shared_bytes = 0;

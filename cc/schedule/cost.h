@@ -57,12 +57,12 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t i
 }
 
 // Few rows: w streams in once, faster the more CTAs there are; each row adds to the exchange within and between GPUs.
-constexpr double few_rows_us(Op op, Geometry const& g, double out_bytes) {
+constexpr double few_rows_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
   FewRows f = few_rows(op, g);
   double sent =
-      (op == Op::kAllGatherMatmul ? double(f.chunk_rows) * g.k * 2 : double(f.rows) * g.n * out_bytes) * (g.ranks - 1);
+      (op == Op::kAllGatherMatmul ? double(f.chunk_rows) * g.k * in_bytes : double(f.rows) * g.n * out_bytes) * (g.ranks - 1);
   double ctas = f.slices * (f.tiles < clusters_at_once(f.slices) ? f.tiles : clusters_at_once(f.slices));
-  double stream_us = 2.0 * g.n * g.k / (kFewRowsStreamBytesPerUs * (ctas < 112 ? ctas / 112 : 1));
+  double stream_us = double(in_bytes) * g.n * g.k / (kFewRowsStreamBytesPerUs * (ctas < 112 ? ctas / 112 : 1));
   return kFewRowsLaunchUs + stream_us + f.rows * kFewRowsRowUs + sent / kLinkBytesPerUs;
 }
 

@@ -38,7 +38,7 @@ constexpr bool are_few_rows(Op op, Geometry const& g) {
 
 constexpr FewRows few_rows(Op op, Geometry const& g) {
   uint32_t tiles = ceil_div(g.n, kFewRowsTileN), slices = 1, rows = rows_of(op, g);
-  // As many slices as there are multiprocessors for, while each has some k blocks of 64.
+  // As many slices as there are multiprocessors for, while each has some k blocks of 64, or half as many of 128.
   while (slices < kFewRowsSlicesMost && tiles <= clusters_at_once(slices * 2) && ceil_div(g.k, 64) >= slices * 8) slices *= 2;
   uint32_t room = 0;
   for (uint32_t each : kFewRowsRoom)

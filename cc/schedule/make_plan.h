@@ -24,10 +24,10 @@ constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes, uint32
   return best;
 }
 
-// With the tile that is best among tiles. The kernels for few rows take 16-bit operands.
+// With the tile that is best among tiles.
 constexpr Form pick_form(Op op, Geometry const& g, uint32_t out_bytes, uint32_t in_bytes) {
-  if (in_bytes != 2) return Form::kTiles;
-  bool few = are_few_rows(op, g) && cost::few_rows_us(op, g, out_bytes) < cost::fused_us(op, g, out_bytes);
+  if (!are_few_rows(op, g)) return Form::kTiles;
+  bool few = cost::few_rows_us(op, g, out_bytes, in_bytes) < cost::fused_us(op, g, out_bytes, in_bytes);
   return few ? Form::kFewRows : Form::kTiles;
 }
 
@@ -79,7 +79,7 @@ constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_o
   g.tile_m = tile.m;
   g.tile_n = tile.n;
   bool few = !tiles_only && !gated && pick_form(op, g, out_bytes, in_bytes) == Form::kFewRows;
-  return {few ? cost::few_rows_us(op, g, out_bytes) : cost::fused_us(op, g, out_bytes, in_bytes),
+  return {few ? cost::few_rows_us(op, g, out_bytes, in_bytes) : cost::fused_us(op, g, out_bytes, in_bytes),
           cost::xla_us(op, g, out_bytes, in_bytes) + (gated ? cost::gate_us(g, out_bytes) : 0)};
 }
 

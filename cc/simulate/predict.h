@@ -17,8 +17,8 @@ inline Times fused(schedule::Op op, schedule::Geometry g, schedule::Plan const& 
                    Machine const& machine) {
   if (plan.form == schedule::Form::kFewRows) {
     // No tiles, no queue: schedule/cost.h has the sum of its parts.
-    return {
-        schedule::cost::few_rows_us(op, g, out_bytes) + machine.few_rows_us - schedule::cost::kFewRowsLaunchUs, 0, 0, 0, 0, 0};
+    double us = schedule::cost::few_rows_us(op, g, out_bytes, static_cast<uint32_t>(in_bytes));
+    return {us + machine.few_rows_us - schedule::cost::kFewRowsLaunchUs, 0, 0, 0, 0, 0};
   }
   g.tile_m = plan.tile_m;
   g.tile_n = plan.tile_n;

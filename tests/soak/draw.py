@@ -228,11 +228,7 @@ class _Calls:
         }
         config = {name: value for name, value in drawn.items() if rng.random() < 0.4}
         if self.machine.few_rows:
-            few = (
-                not tiled
-                and not self.float8
-                and math.prod(batch) * (self.ranks * m_shard - odd) <= self.machine.few_rows
-            )
+            few = not tiled and math.prod(batch) * (self.ranks * m_shard - odd) <= self.machine.few_rows
             config["few_rows"] = rng.choice([True, False]) if few else False
         if rng.random() < 0.5:
             tiles = [tile for tile in self.machine.tiles if not (self.gpu and gated and tile[0] != 256)]

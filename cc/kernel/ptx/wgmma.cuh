@@ -110,9 +110,10 @@ __device__ __forceinline__ void wgmma_wait() {
 // clang-format on
 
 // One step of 32 bytes in k; n is twice the accumulators' count. `kTransposeB`: B's contiguous dimension is n (w stored [k, n])
-// rather than k; 16-bit operands only. D is overwritten unless `accumulate`.
+// rather than k; 16-bit operands only. `kWFirst`: A is w and B x, else the other way round. D is overwritten unless
+// `accumulate`.
 #define ENTWINE_WGMMA_STEP(accumulators, instruction, transposes)                                                 \
-  template <Operands kOperands, int kTransposeB, int kTransposeA = 0>                                             \
+  template <Operands kOperands, int kTransposeB, int kTransposeA = 0, bool kWFirst = false>                       \
   __device__ __forceinline__ void wgmma_step(float (&d)[accumulators], uint64_t a, uint64_t b, bool accumulate) { \
     if constexpr (kOperands == Operands::kBf16)                                                                   \
       instruction("k16.f32.bf16.bf16", transposes);                                                               \
@@ -120,6 +121,8 @@ __device__ __forceinline__ void wgmma_wait() {
       instruction("k16.f32.f16.f16", transposes);                                                                 \
     else if constexpr (kOperands == Operands::kE4m3)                                                              \
       instruction("k32.f32.e4m3.e4m3", "");                                                                       \
+    else if constexpr (kWFirst)                                                                                   \
+      instruction("k32.f32.e4m3.e5m2", "");                                                                       \
     else                                                                                                          \
       instruction("k32.f32.e5m2.e4m3", "");                                                                       \
   }

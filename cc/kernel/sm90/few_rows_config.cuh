@@ -15,15 +15,18 @@ template <schedule::Op kOp_, uint32_t kRows_, Operands kOperands_, bool kTranspo
 struct FewRowsConfig {
   static constexpr schedule::Op kOp = kOp_;
   static constexpr bool kGather = kOp == schedule::Op::kAllGatherMatmul, kScatter = kOp == schedule::Op::kMatmulReduceScatter;
-  static constexpr uint32_t kRows = kRows_;  // room for them
-  static constexpr Operands kOperands = kOperands_;
+  static constexpr uint32_t kRows = kRows_;          // room for them
+  static constexpr Operands kOperands = kOperands_;  // kE4m3 is both of 8 bits: FewRowsParams says which
+  static constexpr bool kFloat8 = is_float8(kOperands);
+  static constexpr uint32_t kElementBytes = operand_bytes(kOperands), kBlockK = kBlockBytes / kElementBytes;
   static constexpr bool kTransposedW = kTransposedW_;
+  static_assert(kTransposedW || !kFloat8, "8-bit operands are contiguous in k");
   static constexpr bool kFloatOut = kFloatOut_;
   using Pair =
       std::conditional_t<kOperands == Operands::kF16, ptx::F16Pair, ptx::Bf16Pair>;  // of the result, if it isn't float32
 
   static constexpr uint32_t kTileN = schedule::kFewRowsTileN, kConsumerThreads = kConsumers * 128;
-  static constexpr uint32_t kWBytes = kTileN * kBlockK * 2, kXBytes = kRows * kBlockK * 2, kStageBytes = kWBytes + kXBytes;
+  static constexpr uint32_t kWBytes = kTileN * kBlockBytes, kXBytes = kRows * kBlockBytes, kStageBytes = kWBytes + kXBytes;
   static constexpr uint32_t kStages = kRows == 16 ? 10 : kRows == 64 ? 8 : 6;
   // Sums of one row and one slice; the padding spreads rows over the banks.
   static constexpr uint32_t kSumPitch = (kTileN + 4) * 4;

@@ -44,30 +44,10 @@ class FewRowsConsumer {
   }
 
   __device__ __forceinline__ void multiply() {
-    // A slice may be empty. (And what is set here need not live through the rest of a tile.)
-#pragma unroll
-    for (float& value : acc_) value = 0;
-    uint32_t blocks = cta_.blocks();
-    for (uint32_t block = 0; block < blocks; ++block) {
-      ptx::mbarrier_wait(cta_.full(stage_), phase_);
-      uint64_t w =
-          ptx::wgmma_descriptor(cta_.w(stage_) + thread_ / 128 * 64 * kBlockK * 2, C::kTransposedW ? 16 : kImageBytes, 1024);
-      uint64_t x = ptx::wgmma_descriptor(cta_.x(stage_), 16, 1024);
-      pin();
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(kBlockK) / 16; ++i)
-        ptx::wgmma_step<C::kOperands, 0, C::kTransposedW ? 0 : 1>(acc_, w + i * ((C::kTransposedW ? 32 : 2048) >> 4),
-                                                                  x + i * (32 >> 4), true);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      pin();
-      if (thread_ % 32 == 0) ptx::mbarrier_arrive(cta_.empty(stage_));
-      if (++stage_ == C::kStages) {
-        stage_ = 0;
-        phase_ ^= 1;
-      }
+    if constexpr (C::kFloat8) {
+      if (cta_.params.e5m2) return multiply_as<Operands::kE5m2>();
     }
+    multiply_as<C::kOperands>();
   }
 
   // Hands each portion's rows to the CTA that finishes it.
@@ -136,6 +116,34 @@ class FewRowsConsumer {
     for (float& value : acc_) asm volatile("" : "+f"(value)::"memory");
   }
 
+  template <Operands kOperands>
+  __device__ __forceinline__ void multiply_as() {
+    // A slice may be empty. (And what is set here need not live through the rest of a tile.)
+#pragma unroll
+    for (float& value : acc_) value = 0;
+    uint32_t blocks = cta_.blocks();
+    for (uint32_t block = 0; block < blocks; ++block) {
+      ptx::mbarrier_wait(cta_.full(stage_), phase_);
+      uint64_t w =
+          ptx::wgmma_descriptor(cta_.w(stage_) + thread_ / 128 * 64 * kBlockBytes, C::kTransposedW ? 16 : kImageBytes, 1024);
+      uint64_t x = ptx::wgmma_descriptor(cta_.x(stage_), 16, 1024);
+      pin();
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(kBlockBytes) / 32; ++i)
+        ptx::wgmma_step<kOperands, 0, C::kTransposedW ? 0 : 1, true>(acc_, w + i * ((C::kTransposedW ? 32 : 2048) >> 4),
+                                                                     x + i * (32 >> 4), true);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      pin();
+      if (thread_ % 32 == 0) ptx::mbarrier_arrive(cta_.empty(stage_));
+      if (++stage_ == C::kStages) {
+        stage_ = 0;
+        phase_ ^= 1;
+      }
+    }
+  }
+
   __device__ __forceinline__ uint32_t portion_rows() const { return 1u << portion_; }
   // Where slice `slice` leaves its sums of one row of this CTA's portion.
   __device__ __forceinline__ uint32_t sum(uint32_t slice, uint32_t local, uint32_t column) const {
@@ -155,12 +163,15 @@ class FewRowsConsumer {
     return make_float4(values[0], values[1], values[2], values[3]);
   }
 
-  // A share of the threads for each row, four columns a thread: use(row, column of n, the slices' sum).
+  // A share of the threads for each row, four columns a thread: use(row, column of n, the slices' sum), scaled if it is one of
+  // float8.
   template <class Use>
   __device__ __forceinline__ void each_row(uint32_t tile, Use use) const {
     FewRowsParams const& p = cta_.params;
     uint32_t in_tile = thread_ % kAcross * 4, column = tile * C::kTileN + in_tile;
     if (column >= p.shape.n) return;  // n is a multiple of 4
+    float scale = 1;
+    if constexpr (C::kFloat8) scale = __ldg(p.scale);
     for (uint32_t local = thread_ / kAcross; local < portion_rows(); local += C::kConsumerThreads / kAcross) {
       uint32_t row = cta_.slice * portion_rows() + local;
       if (row >= p.shape.rows) return;
@@ -169,6 +180,7 @@ class FewRowsConsumer {
         float4 v = ptx::load_shared_f32x4(sum(slice, local, in_tile));
         total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
       }
+      if constexpr (C::kFloat8) total = make_float4(total.x * scale, total.y * scale, total.z * scale, total.w * scale);
       use(row, column, total);
     }
   }
@@ -221,17 +233,19 @@ class FewRowsConsumer {
       return unpacked(packed(v));
   }
 
-  // One piece of one slice of the own chunk, 16 bytes a thread at a time; k is a multiple of 8.
+  // One piece of one slice of the own chunk, 16 bytes a thread at a time, of which a row is a multiple.
   __device__ __forceinline__ void copy(uint32_t slice, uint32_t piece, uint32_t pieces) const {
     FewRowsParams const& p = cta_.params;
-    uint32_t begin = slice * p.slice_blocks * kBlockK;
+    constexpr uint32_t kAtOnce = 16 / C::kElementBytes;
+    uint32_t begin = slice * p.slice_blocks * C::kBlockK;
     if (begin >= p.shape.k) return;
-    uint32_t across = schedule::smaller(p.slice_blocks * kBlockK, p.shape.k - begin) / 8, count = across * p.shape.chunk_rows;
+    uint32_t across = schedule::smaller(p.slice_blocks * C::kBlockK, p.shape.k - begin) / kAtOnce;
+    uint32_t count = across * p.shape.chunk_rows;
     uint32_t each = schedule::ceil_div(count, pieces), last = schedule::smaller(count, (piece + 1) * each);
     for (uint32_t v = piece * each + thread_; v < last; v += C::kConsumerThreads) {
-      uint32_t row = v / across, column = begin + (v - row * across) * 8;
-      uint4 bits = __ldg(reinterpret_cast<uint4 const*>(p.x_data + (uint64_t(row) * p.shape.k + column) * 2));
-      uint64_t to = (uint64_t(p.rank * p.shape.chunk_rows + row) * p.shape.k + column) * 2;
+      uint32_t row = v / across, column = begin + (v - row * across) * kAtOnce;
+      uint4 bits = __ldg(reinterpret_cast<uint4 const*>(p.x_data + (uint64_t(row) * p.shape.k + column) * C::kElementBytes));
+      uint64_t to = (uint64_t(p.rank * p.shape.chunk_rows + row) * p.shape.k + column) * C::kElementBytes;
       for (uint32_t i = 1; i <= p.shape.ranks; ++i) {
         uint32_t destination = (p.rank + i) % p.shape.ranks;  // the own staging last
         *reinterpret_cast<uint4*>(cta_.staging(destination) + to) = bits;

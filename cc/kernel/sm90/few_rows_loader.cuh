@@ -11,7 +11,7 @@ namespace entwine::sm90 {
 
 template <class C>
 __device__ __forceinline__ void load_w(FewRowsCta<C> const& cta, uint32_t tile, uint32_t block, uint32_t stage) {
-  uint32_t k = (cta.first_block() + block) * kBlockK, n = tile * C::kTileN;
+  uint32_t k = (cta.first_block() + block) * C::kBlockK, n = tile * C::kTileN;
   ptx::mbarrier_arrive_expect(cta.full(stage), C::kStageBytes);
   if constexpr (C::kTransposedW) {
     ptx::tma_load_2d(&cta.params.w, cta.w(stage), cta.full(stage), k, n);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_w(FewRowsCta<C> const& cta, uint32_t tile, 
 template <class C>
 __device__ __forceinline__ void load_x(FewRowsCta<C> const& cta, uint32_t block, uint32_t stage) {
   ptx::tma_load_2d(&cta.params.x[C::kGather ? cta.parity() : 0], cta.x(stage), cta.full(stage),
-                   (cta.first_block() + block) * kBlockK, 0);
+                   (cta.first_block() + block) * C::kBlockK, 0);
 }
 
 // w needs no peer: the stages fill with it while x is on its way.

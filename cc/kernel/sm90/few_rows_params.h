@@ -16,7 +16,7 @@ struct FewRowsParams {
 
   schedule::FewRows shape;
   uint32_t rank;
-  uint32_t k_blocks, slice_blocks;  // of 64: all, and a slice's
+  uint32_t k_blocks, slice_blocks;  // of 128 bytes: all, and a slice's
   uint32_t clusters;                // launched
   uint8_t const* x_data;
   uint8_t* y;
@@ -29,6 +29,8 @@ struct FewRowsParams {
   schedule::StuckReport* stuck;
 
   Epilogue epilogue;
+  float const* scale;  // 8-bit operands: what their product is multiplied by, before it travels or is rounded
+  bool e5m2;           // 8-bit operands: x is e5m2, not e4m3
 
   // As in Params.
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return shape.tiles + clusters - 1; }

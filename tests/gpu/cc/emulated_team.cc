@@ -256,8 +256,7 @@ void EmulatedTeam::describe() const {
 }
 
 schedule::Form form_of(Variant const& v, schedule::Geometry const& geometry) {
-  return v.few_rows && !is_float8(v.operands) && schedule::are_few_rows(v.op, geometry) ? schedule::Form::kFewRows
-                                                                                        : schedule::Form::kTiles;
+  return v.few_rows && schedule::are_few_rows(v.op, geometry) ? schedule::Form::kFewRows : schedule::Form::kTiles;
 }
 
 schedule::ArenaDemand demand_of(Variant const& v, schedule::Geometry const& geometry) {

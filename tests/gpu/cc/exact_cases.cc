@@ -28,15 +28,19 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
   for (uint32_t m_shard : {2u, 13u, 31u, 50u})
     for (uint32_t n : {136u, 1160u})
       for (uint32_t k : {1032u, 4168u}) shapes.push_back(geometry_of(ranks, m_shard == 2 ? 3 : 1, m_shard, n, k));
+  for (uint32_t m_shard : {2u, 13u, 31u, 50u})
+    for (uint32_t n : {136u, 1160u})
+      shapes.push_back(geometry_of(ranks, m_shard == 2 ? 3 : 1, m_shard, n, n == 136 ? 1040 : 4176));
   return shapes;
 }
 
 std::vector<Geometry> chosen_shapes(uint32_t ranks) {
   // Several tiles with tails, of 16 bits and of 8; and few rows, one shape for each number that there are kernels for.
   if (each_once())
-    return {geometry_of(ranks, 1, 300, 520, 72), geometry_of(ranks, 1, 16 / ranks, 136, 1032),
+    return {geometry_of(ranks, 1, 300, 520, 72),          geometry_of(ranks, 1, 16 / ranks, 136, 1032),
             geometry_of(ranks, 1, 64 / ranks, 136, 1032), geometry_of(ranks, 1, 128 / ranks, 136, 1032),
-            geometry_of(ranks, 1, 300, 520, 144)};
+            geometry_of(ranks, 1, 300, 520, 144),         geometry_of(ranks, 1, 16 / ranks, 136, 1040),
+            geometry_of(ranks, 1, 64 / ranks, 136, 1040), geometry_of(ranks, 1, 128 / ranks, 136, 1040)};
   std::vector<Geometry> shapes = exact_shapes(ranks), some;
   uint32_t count = setting("TEAMS_SHAPES", 0);
   if (count == 0 || count >= shapes.size()) return shapes;
@@ -93,6 +97,13 @@ std::vector<Variant> exact_variants() {
         Variant few{op, transport, transposed_w, float_out, kLeads[2], kPushers[1], schedule::kSm90Tiles[0], true};
         few.operands = Operands::kF16;
         variants.push_back(few);
+        if (transposed_w)
+          for (Operands operands : {Operands::kE4m3, Operands::kE5m2}) {
+            Variant narrow = few;
+            narrow.operands = operands;
+            narrow.finishes = operands == Operands::kE4m3;
+            variants.push_back(narrow);
+          }
         for (schedule::TileShape tile : schedule::kSm90Tiles) {
           Variant tiles = few;
           tiles.few_rows = false;

@@ -60,10 +60,7 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     false};
     if (!call.variant.few_rows) call.variant.gathers = op != Op::kMatmulAllReduce && below(2) == 0;
     call.variant.operands = kAllOperands[below(std::size(kAllOperands))];
-    if (is_float8(call.variant.operands)) {
-      call.variant.transposed_w = true;
-      call.variant.few_rows = false;
-    }
+    if (is_float8(call.variant.operands)) call.variant.transposed_w = true;
     call.variant.finishes = below(2) == 0;
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
