@@ -54,11 +54,25 @@ def summands(op: str, shapes: list[tuple[tuple[int, ...], int]]) -> None:
             )
 
 
-def several_scales(op: str, x: Any, given: Any) -> None:
-    if given is not None or getattr(x, "dtype", None) in FLOAT8:
-        raise TypeError(
-            f"entwine_jax.{op}: w is several matrices, which float8 operands and scales can't have; pass one with "
-            "return_gathered=True, and multiply what that has gathered by the others"
+def several_scales(op: str, given: Any, weights: int) -> list[Any]:
+    """scales=(x_scale, (w_scale, ...)) as a pair for each weight, not yet looked at; w_scale may be one for all."""
+    if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[1], tuple | list):
+        return [given] * weights
+    if len(given[1]) != weights:
+        raise ValueError(
+            f"entwine_jax.{op}: w holds {weights} weights, but scales[1] {len(given[1])} scales; pass one for each, "
+            f"scales=(x_scale, ({', '.join(['w_scale'] * weights)})), or one for all"
+        )
+    return [(given[0], each) for each in given[1]]
+
+
+def sum_scales(op: str, given: Any) -> None:
+    """Of a sum of products, which has one pair."""
+    if isinstance(given, tuple | list) and any(isinstance(each, tuple | list) for each in given):
+        raise NotImplementedError(
+            f"entwine_jax.{op}: scales={given!r} holds scales for each of several products, but these are added before "
+            "they are scaled, so that they have one pair, (x_scale, w_scale); quantise all x by one scale and all w by "
+            "one, the larger of theirs, or add the results of a call for each"
         )
 
 

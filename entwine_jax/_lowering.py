@@ -202,15 +202,16 @@ def on_xla(
         # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
         dtype = np.dtype(np.float32)
     options: dict[str, Any] = {"transpose_w": request.transpose_w, "dtype": dtype, "precision": request.precision}
-    options["scale"] = operands.scale
-    pairs = operands.pairs()
+    pairs, scale = operands.pairs(), operands.scale
+    # Of several products of an all-gather each has one.
+    scales = [scale] * len(pairs) if scale is None or not scale.ndim else [*scale]
     if request.op == "all_gather_matmul":
         rows = operands.xs[0] if team.size == 1 else _reference.gather(operands.xs[0], team.axis_name)
         rows = _reference.named(rows) if request.gathers or team.size > 1 else rows
         whole = rows if request.gathers else None
-        ys = [_reference.matmul(rows, w, **options) for _, w in pairs]
+        ys = [_reference.matmul(rows, w, scale=s, **options) for (_, w), s in zip(pairs, scales, strict=True)]
     else:
-        y = functools.reduce(jnp.add, (_reference.matmul(x, w, **options) for x, w in pairs))
+        y = functools.reduce(jnp.add, (_reference.matmul(x, w, scale=scale, **options) for x, w in pairs))
         if request.op == "matmul_all_reduce":  # also of one: the psum tells JAX that y is the same everywhere
             y = lax.psum(y, team.axis_name)
         elif team.size > 1:

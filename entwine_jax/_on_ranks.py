@@ -95,6 +95,7 @@ def several(
     bias: Any,
     activation: Any,
     gated: bool = False,
+    scales: Any = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """all_gather_matmul of several weights, or the one result of two that are gated; and the gathered x if it
     `gathers`."""
@@ -110,9 +111,18 @@ def several(
         _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
     if gated:
         _gate_checks.columns(op, *(w.shape[0 if transpose_w else 1] for _, w in pairs))
-    operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for _, w in pairs))
-    x = x.astype(operand)
-    dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
+    each = _checks.several_scales(op, scales, len(ws))
+    found = [pair for (_, w), s in zip(pairs, each, strict=True) if (pair := _checks.scales(op, x, w, s)) is not None]
+    factors = [pair[0] * pair[1] for pair in found]
+    arrays = [w for _, w in pairs]
+    if factors:
+        _checks.float8_residuals(op, saves)
+        _checks.common_scale(op, found[0][0], team.axis_name)
+        dtype = _checks.float8_types(op, preferred_element_type, precision, "float8 operands")
+    else:
+        operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for w in arrays))
+        x, arrays = x.astype(operand), [w.astype(operand) for w in arrays]
+        dtype = _checks.types(op, x, x, preferred_element_type, precision)[1]
     activations = [_config.activation(op, a) for a in _checks.one_each(op, "activation", activation, len(ws))]
     for a in activations:
         _checks.activated(op, a, dtype)
@@ -121,11 +131,12 @@ def several(
         _checks.bias(op, b, w.shape[0 if transpose_w else 1], dtype, f"bias[{i}]")
         for i, (b, (_, w)) in enumerate(zip(given, pairs, strict=True))
     ]
-    request = Request(op, team, bool(transpose_w), dtype, precision, settings, saves=saves)
-    arrays = [w.astype(operand) for _, w in pairs]
+    request = Request(op, team, bool(transpose_w), dtype, precision, settings, saves=saves, scaled=bool(factors))
     for _ in range(2):  # the second time with all axes that any of them varies over
         for i, w in enumerate(arrays):
             x, arrays[i], biases[i] = _lowering.vary_bias(op, x, w, biases[i], team.axis_name)
+        for i, factor in enumerate(factors):
+            x, factors[i] = _lowering.vary(x, factor, team.axis_name)
     leading, x = x.shape[:-2], flat(x)
     ys: list[jax.Array] = []
     whole = None
@@ -135,7 +146,11 @@ def several(
     for first in range(0, 0 if gated else len(ws), _MOST):
         some = slice(first, first + _MOST)
         run = dataclasses.replace(request, gathers=gathers and first == 0)
-        made, rows = _several.multiply(run, x, arrays[some], biases[some], activations[some])
+        options = biases[some], activations[some]
+        if factors:
+            made, rows = _scaled.multiply(run, x, arrays[some], factors[some], *options)
+        else:
+            made, rows = _several.multiply(run, x, arrays[some], *options)
         ys += made
         whole = rows if first == 0 else whole
     shaped = tuple(y.reshape(*leading, *y.shape[1:]) for y in ys)
@@ -166,6 +181,7 @@ def sum_of(
         _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
     columns = pairs[0][1].shape[0 if transpose_w else 1]
     _checks.summands(op, [(x.shape, w.shape[0 if transpose_w else 1]) for x, w in pairs])
+    _checks.sum_scales(op, scales)
     scale, found = None, [_checks.scales(op, x, w, scales) for x, w in pairs]
     if found[0] is None:
         operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for x, w in pairs))

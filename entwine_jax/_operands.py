@@ -12,7 +12,7 @@ class Operands(NamedTuple):
     xs: tuple[Any, ...]  # one of all-gather
     ws: tuple[Any, ...]
     biases: tuple[Any, ...]  # of each result, None where it has none
-    scale: Any = None
+    scale: Any = None  # of float8: a number, or one for each of several products of an all-gather
     z: Any = None  # what reduce-scatter gathers beside
 
     def pairs(self) -> tuple[tuple[Any, Any], ...]:

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, overload
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _gate_checks, _on_ranks
+from . import _config, _gate_checks, _on_ranks
 from ._checks import Scales
 from ._config import Config
 from ._team import AxisName as AxisName
@@ -57,7 +57,7 @@ def all_gather_matmul(
     bias: Sequence[ArrayLike | None] | None = ...,
     activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
-    scales: Scales | None = ...,
+    scales: Scales | tuple[ArrayLike, Sequence[ArrayLike]] | None = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
     strategy: str | None = ...,
@@ -74,7 +74,7 @@ def all_gather_matmul(
     bias: Sequence[ArrayLike | None] | None = ...,
     activation: Sequence[str | None] | None = ...,
     residuals: str = ...,
-    scales: Scales | None = ...,
+    scales: Scales | tuple[ArrayLike, Sequence[ArrayLike]] | None = ...,
     preferred_element_type: DTypeLike | None = ...,
     precision: Any = ...,
     strategy: str | None = ...,
@@ -125,7 +125,7 @@ def all_gather_matmul(
     bias: ArrayLike | Sequence[ArrayLike | None] | None = None,
     activation: str | Sequence[str | None] | None = None,
     residuals: str = "regather",
-    scales: Scales | None = None,
+    scales: Scales | tuple[ArrayLike, Sequence[ArrayLike]] | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
@@ -189,7 +189,8 @@ def all_gather_matmul(
         is gathered on XLA always is. With ``return_gathered=True`` the gathered x is there anyway, and kept.
       scales: of float8 operands, which must have them: (x_scale, w_scale), float32 scalars that x and w are multiplied
         by: ``y = activation((all_gather(x) @ w) * (x_scale * w_scale) + bias)``. x_scale must be the same on all ranks
-        of the axis. See *float8* below.
+        of the axis. Several weights may have a scale each, ``scales=(x_scale, (gate_scale, up_scale))``. See *float8*
+        below.
       preferred_element_type: dtype of the result; by default that of the operands, which promote as in ``jnp.matmul``.
         float8 operands need it, bfloat16 or float32.
       precision: as in ``jnp.matmul``.
@@ -226,8 +227,8 @@ def all_gather_matmul(
         length, rank or kind of number; gated weights of different columns; scales that are missing, of another form
         than a pair of float32 scalars, or of operands that aren't float8; a gradient of float8 operands is asked for.
       ValueError: the axis isn't a manual axis of the mesh; unknown activation, residuals, strategy, precision or
-        setting; an x_scale that varies over the axis; residuals of float8 operands; as many biases or activations as
-        weights are wanted, but aren't given; gated, other than two weights or more than one activation.
+        setting; an x_scale that varies over the axis; residuals of float8 operands; as many biases, activations or
+        scales as weights are wanted, but aren't given; gated, other than two weights or more than one activation.
       NotImplementedError: ``strategy="fused"`` or ``"signal"`` can't run these types, shapes or devices; gated float8.
 
     The algorithm is FLUX's (arXiv 2406.06858), with the tile-by-tile schedule of Entwine (arXiv 2609.11562).
@@ -237,9 +238,8 @@ def all_gather_matmul(
     if gated:
         _gate_checks.weights(op, x, w, scales)
     if isinstance(w, tuple | list):
-        _checks.several_scales(op, x, scales)
         options = preferred_element_type, precision, strategy, config, bool(return_gathered), saves
-        ys, rows = _on_ranks.several(x, w, axis_name, *options, transpose_w, bias, activation, bool(gated))
+        ys, rows = _on_ranks.several(x, w, axis_name, *options, transpose_w, bias, activation, bool(gated), scales)
         made = ys[0] if gated else ys
         return made if rows is None else (made, rows)
     y, gathered = _on_ranks.on_ranks(
@@ -256,6 +256,6 @@ def all_gather_matmul(
         transpose_w=transpose_w,
         bias=cast(Any, bias),
         activation=cast(Any, activation),
-        scales=scales,
+        scales=cast(Any, scales),
     )
     return y if gathered is None else (y, gathered)

@@ -42,12 +42,41 @@ def add(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The same of the sum of the products of several pairs."""
     request = dataclasses.replace(request, products=len(xs), biased=bias is not None)
-    choice = _strategy.choose_of(request, _operands.pairs(xs, ws))
+    pairs = _operands.pairs(xs, ws)
+    if z is None and len(xs) > 1 and _strategy.apart(request, pairs):
+        each = (run(request.alone(i), *pair, scale)[0] for i, pair in enumerate(pairs))
+        return _reference.finish(functools.reduce(jnp.add, each), bias, request.activation), None
+    choice = _strategy.choose_of(request, pairs)
     if z is not None and (choice.strategy != "fused" or _strategy.gather_obstacle(request, z) is not None):
         y = add(dataclasses.replace(request, gathers=False), xs, ws, scale, bias=bias)[0]
         return y, _reference.gather(z, request.team.axis_name)
     operands = Operands((*xs,), (*ws,), (bias,), scale, z)
-    results: tuple[jax.Array, jax.Array | None] = _bound_inline(request, choice, operands)
+    (y,), gathered = _bound_inline(request, choice, operands)
+    return y, gathered
+
+
+def multiply(
+    request: Request,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    activations: Sequence[str | None],
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """y of each w by an all-gather, times its own scale, and all of x if `request.gathers`."""
+    request = request.finished([b is not None for b in biases], activations)
+    if len(ws) == 1:
+        y, rows = run(request, x, ws[0], scales[0], bias=biases[0])
+        return (y,), rows
+    request = dataclasses.replace(request, products=len(ws))
+    pairs = _operands.pairs((x,), ws)
+    if _strategy.takes_one(request) or (not request.gathers and _strategy.apart(request, pairs)):
+        alone = [dataclasses.replace(request.alone(i), gathers=request.gathers and i == 0) for i in range(len(ws))]
+        each = [run(r, x, w, s, bias=b) for r, w, s, b in zip(alone, ws, scales, biases, strict=True)]
+        return tuple(y for y, _ in each), each[0][1]
+    choice = _strategy.choose_of(request, pairs)
+    results: tuple[tuple[jax.Array, ...], jax.Array | None]
+    results = _bound_inline(request, choice, Operands((x,), (*ws,), (*biases,), jnp.stack(scales)))
     return results
 
 
@@ -61,14 +90,13 @@ def varied(axis_name: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _bound(request: Request, choice: Choice, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
+def _bound(request: Request, choice: Choice, operands: Operands) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     if choice.strategy != "fused":
-        (y,), gathered = _lowering.on_xla(request, choice, operands)
-        return y, gathered
-    bias = operands.biases[0]
-    flat = operands._replace(biases=(None if bias is None else bias.astype(jnp.float32),)).flat()
+        return _lowering.on_xla(request, choice, operands)
+    biases = tuple(None if b is None else b.astype(jnp.float32) for b in operands.biases)
+    flat = operands._replace(biases=biases).flat()
     results = _lowering.collective_matmul_p.bind(*flat, request=request, choice=choice)
-    return results[0], results[1] if request.gathers else None
+    return (*results[: len(biases)],), results[len(biases)] if request.gathers else None
 
 
 def no_gradient(op: str) -> NoReturn:

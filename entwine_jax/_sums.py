@@ -50,7 +50,8 @@ def matmul_reduce_scatter(
         y = matmul_reduce_scatter((x1, x2), (w1, w2), axis_name)
 
     Contractions may be of different lengths; sums are taken in float32 throughout. There is one bias, one activation
-    and, of float8 operands, one pair of scales for all. (Up to four; more are several calls, and few rows a call each.)
+    and, of float8 operands, one pair of scales for all, since the kernels scale what they have added (a pair for each
+    is a NotImplementedError). (Up to four; more are several calls, and few rows a call each.)
 
     Args:
       x: the rank's part of the contraction; leading dimensions are a batch. Or several.

@@ -209,8 +209,6 @@ def test_errors():
     )
     fails(TypeError, r"scales\[0\] is bfloat16 but must be float32; cast", x, w, scales=(jnp.bfloat16(1), one))
     fails(TypeError, r"scales\[0\] has shape \(1,\) but .*reshape", x, w, scales=(jnp.ones((1,)), one))
-    with pytest.raises(TypeError, match="w is several matrices, which float8 operands and scales can't have"):
-        jax.eval_shape(spread(lambda op, x, w, axis: scaled(op, x, (w, w), axis)[0], AG, mesh_of((2,))), x, w)
 
 
 def test_the_scale_of_what_is_gathered_is_common():

@@ -393,17 +393,18 @@ def test_few_rows_have_calls_of_their_own(monkeypatch):
         **{"axis_name": ("t",), "size": 2, "groups": (0, 1), "other_axes": (), "loose_axes": (), "platform": "cuda"}
     )
 
-    def apart(rows, strategy="fused", config=None):
+    def apart(rows, strategy="fused", config=None, dtype=jnp.bfloat16):
         settings = _config.resolve(GATHER, strategy, config)
         request = _strategy.Request(GATHER, team, False, jnp.dtype(jnp.bfloat16), None, settings, products=2)
-        request = dataclasses.replace(request, others=((False, None),))
-        x = jax.ShapeDtypeStruct((1, rows, 8192), jnp.bfloat16)
-        pairs = [(x, jax.ShapeDtypeStruct((8192, n), jnp.bfloat16)) for n in (3584, 1024)]
+        request = dataclasses.replace(request, others=((False, None),), scaled=dtype != jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((1, rows, 8192), dtype)
+        pairs = [(x, jax.ShapeDtypeStruct((8192, n), dtype)) for n in (3584, 1024)]
         choice = _strategy.choose_of(request, pairs)
         assert choice.plan is None or not choice.plan.few_rows
         return _strategy.apart(request, pairs)
 
-    assert apart(8) and not apart(1024)
+    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+        assert apart(8, dtype=dtype) and not apart(1024, dtype=dtype)
     assert not apart(8, "xla") and not apart(8, config=Config(few_rows=False))
     assert apart(32, config=Config(few_rows=True))
 

@@ -139,6 +139,16 @@ ffi::ErrorOr<schedule::Products> decode_products(schedule::Op op, CallAttributes
   return products;
 }
 
+// One for each result; a single one of any shape.
+std::optional<ffi::Unexpected<ffi::Error>> scale_fault(schedule::Op op, Buffers::Optional const& scale, int64_t results) {
+  if (!scale) return std::nullopt;
+  auto d = scale->dimensions();
+  bool fits = scale->element_type() == ffi::DataType::F32 && (results == 1 || (d.size() == 1 && d[0] == results));
+  for (int64_t size : d) fits = fits && size == results;
+  if (!fits) return invalid(op, "the scale must hold one float32 number for each result, ", results, " in all");
+  return std::nullopt;
+}
+
 std::optional<ffi::Unexpected<ffi::Error>> bias_fault(schedule::Op op, Buffers::Optional const& bias, bool biased, int64_t n,
                                                       int64_t attribute) {
   if (biased != bias.has_value())
@@ -177,16 +187,13 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (a.scaled < 0 || a.scaled > 1 || (a.scaled != 0) != float8 || float8 != buffers.scale.has_value())
     return invalid(op, "float8 operands have a scale, others have none; attribute scaled is ", a.scaled, ", and there is ",
                    buffers.scale ? "a" : "no", " scale");
-  bool one = float8 && buffers.scale->element_type() == ffi::DataType::F32;
-  if (float8)
-    for (int64_t d : buffers.scale->dimensions()) one = one && d == 1;
-  if (float8 && !one) return invalid(op, "the scale must be one float32 number");
   if (a.products < 1 || a.products > schedule::kMaxProducts)
     return invalid(op, "products must be 1 to ", schedule::kMaxProducts, ", not ", a.products);
   if (a.gated < 0 || a.gated > 1 || (a.gated != 0 && !(gather && a.products == 2)))
     return invalid(op, "two products of an all-gather can be gated, but attribute gated is ", a.gated, " of ", a.products);
   if (a.gated != 0 && float8) return invalid(op, "gated products have no float8 operands");
-  int64_t finished = gather ? a.products : 1;  // sums that have a bias, and an activation but for a gated second one
+  int64_t finished = gather ? a.products : 1;  // sums that have a scale, a bias, and an activation but for a gated second one
+  if (auto fault = scale_fault(op, buffers.scale, finished)) return *fault;
   if (a.biased < 0 || a.biased >> finished != 0)
     return invalid(op, "attribute biased is ", a.biased, ", but there are ", finished, " results");
   if (a.activation < 0 || a.activation >> (8 * (finished - a.gated)) != 0)

@@ -21,7 +21,7 @@ struct CallAttributes {
   int64_t gated;        // all-gather's two products have one y: schedule/products.h
   int64_t biased;       // bit i: there is a bias of product i among the optional operands
   int64_t activation;   // schedule/activation.h, a byte for each product
-  int64_t scaled;       // the operands have 8 bits, and the scale of their product is among the optional ones
+  int64_t scaled;       // the operands have 8 bits, and scales are among the optional ones
   // The plan; see schedule/plan.h.
   int64_t tile_m, tile_n, raster, lead, transport, pushers, copiers, few_rows;
   // Bound on any one wait, 0 for none.
@@ -43,8 +43,9 @@ struct Problem {
 
 // The buffers of a call: x (batch, rows, k), w (k, n) or (n, k), y (batch, rows', n). Reduce-scatter has z (z_batch, z_rows,
 // columns) if it gathers that beside; `gathered` is all of z, or of all-gather's x if that is wanted. bias (n) is added to
-// every row of y. 8-bit operands have a `scale`, a number. Several products have more of them: all-gather a w and a y each,
-// with or without bias, the other ops an x and a w. Gated ones have one y.
+// every row of y. 8-bit operands have a `scale`: a number, or (products) of several products of an all-gather. Several products
+// have more of them: all-gather a w and a y each, with or without bias, the other ops an x and a w. Gated ones
+// have one y.
 struct Buffers {
   using Optional = std::optional<xla::ffi::AnyBuffer>;
   xla::ffi::AnyBuffer x, w, y;

@@ -63,7 +63,7 @@ struct Operands {
   void const* z = nullptr;   // reduce-scatter: the own chunk of what is gathered beside
   void* gathered = nullptr;  // all-gather: null if x's chunks aren't wanted together
   float const* bias = nullptr;
-  float const* scale = nullptr;  // of the product, if its operands have 8 bits
+  float const* scale = nullptr;  // of 8-bit operands: of each product of an all-gather, else one, of their sum
   std::byte* scratch = nullptr;  // strategy "signal": schedule/tile_groups.h
   // Of the products after the first; all-gather has no other x (and, gated, no other y), the others no other y and bias.
   struct More {

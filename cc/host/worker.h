@@ -76,9 +76,10 @@ class RankPart {
   }
   void scale(Worker<In>& worker, schedule::Tile const& t) const {
     if (seat_.operands.scale == nullptr) return;
+    float factor = seat_.operands.scale[product(t)];
     uint32_t count = cols(t);
     for (uint32_t i = 0; i < g_.rows(t); ++i)
-      for (uint32_t j = 0; j < count; ++j) worker.product.row(i)[j] *= *seat_.operands.scale;
+      for (uint32_t j = 0; j < count; ++j) worker.product.row(i)[j] *= factor;
   }
 
   // Adds the bias to the sums of `t`, which are whole, and activates them.

@@ -28,7 +28,7 @@ struct Call {
   void* y[schedule::kMaxProducts];
   float const* bias[schedule::kMaxProducts];  // one number for each column; null: none
   schedule::Activation activation[schedule::kMaxProducts];
-  float const* scale;             // 8-bit operands: of their product
+  float const* scale;             // 8-bit operands: of each product of an all-gather, else one, of their sum
   schedule::Gathering gathering;  // x of all-gather; what reduce-scatter gathers beside, if anything
   void const* z;                  // reduce-scatter: the own chunk of that
   void* gathered;                 // the whole of it; null if all-gather's isn't wanted

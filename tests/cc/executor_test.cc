@@ -108,7 +108,7 @@ class Product {
                       gathers_ && !gather() ? z_[rank].data() : nullptr,
                       gathers_ ? whole_[rank].data() : nullptr,
                       bias(i),
-                      is_float8(spec_.in) ? &scale_ : nullptr,
+                      is_float8(spec_.in) ? scale_ : nullptr,
                       scratch_[rank].data()};
     for (uint32_t p = 1; p < spec_.products.count; ++p) {
       ++i;
@@ -150,7 +150,7 @@ class Product {
                 for (uint32_t q = 0; q < g_.ranks; ++q)
                   for (uint32_t pair = 0; pair < spec_.products.count; ++pair) add(q, pair, first + i, q, pair, j, want, size);
               }
-              if (is_float8(spec_.in)) want *= scale_;
+              if (is_float8(spec_.in)) want *= scale_[p];  // a sum has the first
               if (!bias_[at(r, p)].empty()) want += bias_[at(r, p)][j];
               if (spec_.activation[p] == schedule::Activation::kRelu) want = std::max(want, 0.0);
               if (spec_.products.gated) {
@@ -189,7 +189,7 @@ class Product {
     return engine() >> 8;
   }
 
-  float const scale_ = 0.25f;
+  float const scale_[schedule::kMaxProducts] = {0.25f, 2, 0.5f, 4};
   CallSpec spec_;
   Geometry g_;
   bool gathers_ = false;

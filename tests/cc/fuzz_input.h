@@ -155,6 +155,7 @@ inline Input good(Random& random) {
   a.biased = in.has_bias;
   a.activation = random.from(0, schedule::kActivations - 1);
   add_products(in, random, most);
+  if (in.has_scale && gather && a.products > 1) in.scale = {a.products};
   in.z_type = in.whole_type = gather ? in.x_type : kTypes[1 + random.below(std::size(kTypes) - 1)];
   in.z = {random.from(1, 3), random.from(1, most), random.from(1, most)};
   in.has_whole = !replicate && random.one_in(2);

@@ -69,7 +69,7 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
   };
   std::vector<float> bias[schedule::kMaxProducts], scale;
   if (in.has_bias) bias[0].assign(size_t(in.bias[0]), 1);
-  if (in.has_scale) scale.assign(1, 1);
+  if (in.has_scale) scale.assign(gather ? count : 1, 1);
   std::vector<std::byte> x = make(bytes_of(in.x, in.x_type), *from), w = make(bytes_of(in.w, in.w_type), *second), z;
   if (in.has_z) z.assign(static_cast<size_t>(bytes_of(in.z, in.z_type)), std::byte{7});
   // Of the products after the first, as the first has them.

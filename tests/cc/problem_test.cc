@@ -352,9 +352,20 @@ void float8_has_a_scale() {
       {[](Call& c) { c.scaled = false; }, {"scale", "attribute scaled is 1", "no scale"}},
       {[](Call& c) { c.attributes.scaled = 0; }, {"scale", "attribute scaled is 0", "a scale"}},
       {[](Call& c) { c.attributes.scaled = 2; }, {"attribute scaled is 2"}},
-      {[](Call& c) { c.scale = {2}; }, {"scale", "one float32"}},
+      {[](Call& c) { c.scale = {2}; }, {"scale", "one float32", "1 in all"}},
       {[](Call& c) { c.scale_type = ffi::BF16; }, {"scale", "one float32"}},
   };
+  // Of several products of an all-gather each has one, a sum has one for all.
+  for (Op op : kOps) {
+    bool gather = op == Op::kAllGatherMatmul;
+    Call call(op);
+    call.several().float8(ffi::F8E4M3FN);
+    call.more_type = ffi::F8E4M3FN;
+    if (gather) call.scale = {call.attributes.products};
+    CHECK(call.decode().has_value());
+    for (std::vector<int64_t> wrong : {std::vector<int64_t>{}, {2}, {1, 3}, {4}})
+      if (gather || !wrong.empty()) check_fault(call, {[&](Call& c) { c.scale = wrong; }, {"scale", "for each result"}});
+  }
   for (Op op : kOps)
     for (Fault const& fault : faults) check_fault(Call(op).float8(ffi::F8E4M3FN), fault);
   check_fault(Call(Op::kAllGatherMatmul), {[](Call& c) { c.attributes.scaled = c.scaled = true; }, {"others have none"}});

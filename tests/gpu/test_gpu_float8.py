@@ -142,6 +142,38 @@ def test_gathered():
     assert_shards_equal(case, rows, x.astype(np.float64))
 
 
+@pytest.mark.parametrize("x_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("m_shard, few_rows", [(300, None), (8, True)], ids=["tiles", "few"])
+def test_several_weights_have_a_scale_each(x_dtype, dtype, m_shard, few_rows):
+    """One call of tiles, or one each of few rows; with what each has of an epilogue."""
+    cases, mesh = [Case(ALL_GATHER, m_shard, n, 528) for n in (1032, 264, 520)], mesh_of()
+    ranks = team_size(mesh)
+    x_spec, w_spec, y_spec = cases[0].specs(AXIS)
+    x, ws = integers(cases[0], ranks, 8)[0], [integers(case, ranks, 9 + i)[1] for i, case in enumerate(cases)]
+    w_scales = (jnp.float32(0.25), jnp.float32(2), jnp.float32(1))
+    call = functools.partial(
+        entwine_jax.all_gather_matmul,
+        axis_name=AXIS,
+        scales=(jnp.float32(0.5), w_scales),
+        activation=("relu", None, None),
+        transpose_w=True,
+        strategy="fused",
+        preferred_element_type=dtype,
+        config=Config(few_rows=few_rows),
+    )
+    specs = x_spec, (P(*w_spec[::-1]),) * 3
+    f = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(y_spec,) * 3)
+    args = put(x.astype(x_dtype), mesh, x_spec), tuple(put(w.T.astype(E4M3), mesh, specs[1][0]) for w in ws)
+    calls = entwine_jax.explain(f, *args)
+    assert [(call.plan.few_rows, len(call.products)) for call in calls] == (
+        [(True, 0)] * 3 if few_rows else [(False, 3)]
+    )
+    for case, w, y, scale in zip(cases, ws, jax.jit(f)(*args), w_scales, strict=True):
+        want = exact_product(case, ranks, x, w) * float(scale) / 2
+        assert_shards_equal(case, y, np.maximum(want, 0) if scale == 0.25 else want)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_epilogues(op):
     """Bias, relu and w as it lies, by the op and under automatic sharding: one call each, and no copy of w."""

@@ -162,10 +162,8 @@ class _Calls:
         m_shard, n, k = self.rows(), self.columns(), self.columns()
         odd = self.rng.randrange(min(m_shard, self.ranks)) if op == "matmul_all_reduce" else 0
         gather = op == "all_gather_matmul" and results
-        # Of float8 there are sums, but no several weights.
-        alone = self.float8 and op == "all_gather_matmul"
-        more = tuple(self.columns() for _ in range(0 if alone else self.rng.choice([0, 0, 0, 1, 2, 3])))
-        gated = gather and not alone and self.rng.random() < 0.3
+        more = tuple(self.columns() for _ in range(self.rng.choice([0, 0, 0, 1, 2, 3])))
+        gated = gather and not self.float8 and self.rng.random() < 0.3
         more = (n,) if gated else more
         gathered = gather and self.rng.random() < 0.4
         tiled = bool(more) or gathered  # the kernels for few rows take one product and gather nothing for others

@@ -139,7 +139,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ void scale() {
-    float factor = __ldg(cta_.params.scale);
+    float factor = __ldg(cta_.params.scale + (C::kGather ? product_ : 0));
 #pragma unroll
     for (float& value : acc_) value *= factor;
   }

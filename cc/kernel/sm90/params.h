@@ -74,8 +74,8 @@ struct Params {
   uint32_t trace_capacity;
 
   Epilogue epilogue[schedule::kMaxProducts];  // of each y
-  float const* scale;                         // 8-bit operands: what their product is multiplied by, before it is rounded
-  uint32_t gated;                             // two products, one y: schedule/products.h
+  float const* scale;  // 8-bit operands: of each product of an all-gather, else of the sum; before that is rounded
+  uint32_t gated;      // two products, one y: schedule/products.h
 
   ENTWINE_HOST_DEVICE uint32_t last_claim() const { return last; }
 };

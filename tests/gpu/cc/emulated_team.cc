@@ -111,8 +111,10 @@ EmulatedTeam::EmulatedTeam(uint32_t ranks, int devices, schedule::ArenaLayout co
     CHECK_CUDA(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
     CHECK_CUDA(cudaStreamCreateWithFlags(&rank.probe, cudaStreamNonBlocking));
     CHECK_CUDA(cudaMalloc(&rank.arena, layout_.bytes()));
-    CHECK_CUDA(cudaMalloc(&rank.scale, sizeof(float)));
-    CHECK_CUDA(cudaMemcpy(rank.scale, &scale, sizeof scale, cudaMemcpyHostToDevice));
+    float scales[schedule::kMaxProducts];
+    for (uint32_t i = 0; i < schedule::kMaxProducts; ++i) scales[i] = scale_of_product(scale, i);
+    CHECK_CUDA(cudaMalloc(&rank.scale, sizeof scales));
+    CHECK_CUDA(cudaMemcpy(rank.scale, scales, sizeof scales, cudaMemcpyHostToDevice));
     rank.pool.allocate(pool_bytes);
     int multiprocessors = 0;
     CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, rank.device));

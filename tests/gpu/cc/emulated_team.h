@@ -55,11 +55,14 @@ struct Rank {
   int device;
   cudaStream_t stream, probe;  // `probe` is for looking at a rank that hangs
   uint8_t* arena;
-  float* scale;  // of 8-bit operands
+  float* scale;  // of 8-bit operands, by product
   Pool pool;
   uint32_t multiprocessors;  // its share of the device
   uint32_t epoch;            // of its next call
 };
+
+// Of 8-bit operands, `scale` being the first product's: each has its own.
+constexpr float scale_of_product(float scale, uint32_t product) { return scale * static_cast<float>(1u << product); }
 
 class EmulatedTeam {
  public:

@@ -163,7 +163,7 @@ struct Buffers {
 class Case {
  public:
   Case(EmulatedTeam& team, Variant const& variant, Shape const& shape, uint32_t seed, float scale)
-      : team_(team), v_(variant), seed_(seed), scale_(is_float8(variant.operands) ? scale : 1), buffers_(team.size()) {
+      : team_(team), v_(variant), seed_(seed), scale_(scale), buffers_(team.size()) {
     products_.count = static_cast<uint32_t>(shape.sizes.size());
     std::copy(shape.sizes.begin(), shape.sizes.end(), products_.sizes);
     products_.gated = shape.gated;
@@ -270,7 +270,8 @@ class Case {
   void check(Rank& rank, Buffers const& b) {
     for (uint32_t i = 0; i < results_; ++i) {
       uint32_t count = rows(true) * n(i);
-      Sum sum{v_.op, g_, products_, seed_, rank.number, i, scale_, finishes(i), up_biased()};
+      float scale = is_float8(v_.operands) ? scale_of_product(scale_, i) : 1;  // of the first, if all are added
+      Sum sum{v_.op, g_, products_, seed_, rank.number, i, scale, finishes(i), up_biased()};
       compare<<<blocks_for(count), kThreads, 0, rank.stream>>>(b.y[i], sum, n(i), count, v_.float_out,
                                                                v_.operands == Operands::kF16, b.verdicts + i);
     }
