@@ -14,6 +14,7 @@ STRATEGIES = ("auto", "fused", "signal", "xla")
 OURS = ("fused", "signal")
 TRANSPORTS = ("pull", "push")
 RESIDUALS = ("regather", "save")
+FLOAT8_RESIDUALS = ("float8", "operands")
 # In the order of cc/schedule/activation.h, which begins with none.
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -145,6 +146,13 @@ def saves(op: str, residuals: str) -> bool:
     if residuals not in RESIDUALS:
         raise ValueError(f"entwine_jax.{op}: residuals={residuals!r} is unknown; use one of {RESIDUALS}")
     return residuals == "save"
+
+
+def keeps_operands(op: str, residuals: str) -> bool:
+    """Whether an op that quantises keeps what it has quantised."""
+    if residuals not in FLOAT8_RESIDUALS:
+        raise ValueError(f"entwine_jax.{op}: residuals={residuals!r} is unknown; use one of {FLOAT8_RESIDUALS}")
+    return residuals == "operands"
 
 
 def activation(op: str, name: str | None) -> str | None:

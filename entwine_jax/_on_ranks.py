@@ -78,7 +78,7 @@ def on_ranks(
 
 
 # How many products a kernel takes: kMaxProducts in cc/schedule/products.h.
-_MOST = 4
+MOST = 4
 
 
 def several(
@@ -143,8 +143,8 @@ def several(
     if gated:
         h, whole = _gated.multiply(dataclasses.replace(request, gathers=gathers), x, arrays, biases, activations[0])
         ys = [h]
-    for first in range(0, 0 if gated else len(ws), _MOST):
-        some = slice(first, first + _MOST)
+    for first in range(0, 0 if gated else len(ws), MOST):
+        some = slice(first, first + MOST)
         run = dataclasses.replace(request, gathers=gathers and first == 0)
         options = biases[some], activations[some]
         if factors:
@@ -202,7 +202,7 @@ def sum_of(
         operands = _scaled.varied(team.axis_name, *operands)
     count, leading = len(pairs), operands[0].shape[:-2]
     pairs, scale = [*zip(operands[:count], operands[count : 2 * count], strict=True)], [*operands[2 * count :], None][0]
-    groups = [pairs[i : i + _MOST] for i in range(0, len(pairs), _MOST)]
+    groups = [pairs[i : i + MOST] for i in range(0, len(pairs), MOST)]
     whole = len(groups) == 1  # else the epilogue is of the sum of several calls
     given = b if whole else None
     request = dataclasses.replace(request, activation=made if whole else None)

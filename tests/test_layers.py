@@ -38,7 +38,7 @@ PYTHON = [
     {"_partitioning", "_placed"},
     {"_spread"},
     {"_ops", "_sums"},
-    {"_on_ranks", "_shards"},
+    {"_on_ranks", "_shards", "_quantised"},
     {"_gated"},
     {"_several", "_scaled"},
     {"_differentiable"},

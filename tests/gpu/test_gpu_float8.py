@@ -268,6 +268,43 @@ def test_gradients(op, check_vma):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_gradients_of_several(op):
+    """One call forward and one back, against the same on XLA; and a second derivative, which is XLA's either way."""
+    cases, mesh = [Case(op, 264, 784 + (128 * i if op == ALL_GATHER else 0), 528) for i in range(2)], mesh_of()
+    ranks = team_size(mesh)
+    x_spec, w_spec, y_spec = cases[0].specs(AXIS)
+    drawn = [gaussians(case, ranks, 1 + i) for i, case in enumerate(cases)]
+    ws = tuple(put(w * (1 + 7 * i), mesh, w_spec) for i, (_, w) in enumerate(drawn))
+    gather = op == ALL_GATHER
+    x = put(drawn[0][0], mesh, x_spec) if gather else tuple(put(x, mesh, x_spec) for x, _ in drawn)
+    specs = (x_spec if gather else (x_spec,) * 2, (w_spec,) * 2), (y_spec,) * 2 if gather else y_spec
+
+    def whole(strategy):
+        call = lambda x, w: getattr(entwine_jax, f"float8_{op}")(  # noqa: E731
+            x, w, AXIS, strategy=strategy, residuals="operands"
+        )
+        return jax.shard_map(call, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+
+    def loss(f, x, ws):
+        return sum(jnp.sin(y.astype(jnp.float32) / 32).sum() for y in jax.tree.leaves(f(x, ws)))
+
+    def second(f, x, ws):
+        return jnp.square(jax.grad(loss, 1)(f, x, ws)[0].astype(jnp.float32)).sum()
+
+    for of_loss in (loss, second):
+        first, other = (
+            jax.jit(jax.grad(functools.partial(of_loss, whole(s)), (0, 1)))(x, ws) for s in ("fused", "xla")
+        )
+        for got, want in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
+            assert got.dtype == want.dtype == jnp.bfloat16
+            # What differs comes from y, of which either way rounds partial sums in its own order.
+            assert float(relative_error(got, want)) <= (3e-2 if of_loss is loss else 0.1)
+    calls = entwine_jax.explain(jax.grad(functools.partial(loss, whole("fused")), (0, 1)), x, ws)
+    back = {ALL_GATHER: REDUCE_SCATTER, REDUCE_SCATTER: ALL_GATHER}
+    assert [(m.op, len(m.products)) for m in calls] == [(o, 2) for o in (op, back.get(op)) if o]
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_what_they_cannot_do(op):
     mesh = mesh_of()
     case = Case(op, 64, 64, 24)
