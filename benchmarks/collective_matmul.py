@@ -2,7 +2,7 @@
 benchmarks/report.py.
 
     python -m benchmarks.collective_matmul --out FILE.json
-        [--suite ten|tp8|small|all_reduce|decode|fp8|epilogues|strategies|all]
+        [--suite ten|tp8|small|all_reduce|decode|fp8|decode_fp8|epilogues|strategies|all]
         [--peers xla,xla_windowed,pallas,torch] [--strategy fused,signal,auto]
 
 All devices of this process are one team. What is timed, and why it is a fair time:
@@ -16,8 +16,8 @@ All devices of this process are one team. What is timed, and why it is a fair ti
 * Interleaved this way, in this process: ours, XLA, XLA's dot alone (`gemm`, cuBLAS where XLA picks that) and the link
   alone (the row's bytes by copy engine, all directions at once: link.py). `bound` is the larger of the last two.
 * Suite strategies has a row for each of our strategies, whatever --strategy says, all from the same rounds.
-* Rows of float8 (suite fp8) have ours in bfloat16 beside them, in the same rounds: `ours_over_bf16`. Their w is stored
-  (n, k), so that nobody transposes; XLA's are dots of float8 too.
+* Rows of float8 (suites fp8 and decode_fp8) have ours in bfloat16 beside them, in the same rounds: `ours_over_bf16`.
+  Their w is stored (n, k), so that nobody transposes; XLA's are dots of float8 too.
 * Peers that need a process of their own run afterwards on the same machine, one after the other, and measure the GEMM
   alone themselves. Where clocks differ between processes, compare a peer's `over_gemm` with `ours_over_gemm`: peers/.
 * Before and after timing, ours is compared with XLA's, on results of the very programs that are timed; peers' too.
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = Settings(options.rounds, options.calls, rounds.SAMPLE_SECONDS, options.strategy)
     if options.tiny:
         suites = {
-            suite if suite in ("epilogues", "strategies") else "tiny": TINY_FLOAT8 if suite == "fp8" else TINY
+            suite if suite in ("epilogues", "strategies") else "tiny": TINY_FLOAT8 if suite.endswith("fp8") else TINY
             for suite in suites
         }
         settings = dataclasses.replace(

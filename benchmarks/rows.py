@@ -22,6 +22,7 @@ SUITE_TITLES = {
     "all_reduce": "All-reduce",
     "decode": "A decoder's few rows",
     "fp8": "float8",
+    "decode_fp8": "A decoder's few rows in float8",
     "strategies": "Strategies side by side",
     "tiny": "Tiny shapes: a smoke test",
 }

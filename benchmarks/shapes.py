@@ -111,6 +111,7 @@ FLOAT8: tuple[Shape, ...] = (
     Shape(REDUCE_SCATTER, 8192, 8192, 7168, float8=True),
     Shape(REDUCE_SCATTER, 4096, 8192, 2048, float8=True),
 )
+DECODE_FLOAT8: tuple[Shape, ...] = tuple(dataclasses.replace(shape, float8=True) for shape in DECODE)
 # Some of these, with and without a bias and an activation: epilogues.py.
 EPILOGUES: tuple[Shape, ...] = (
     Shape(ALL_GATHER, 8192, 4096, 7168),
@@ -130,6 +131,7 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "all_reduce": {"all_reduce": ALL_REDUCE},
     "decode": {"decode": DECODE},
     "fp8": {"fp8": FLOAT8},
+    "decode_fp8": {"decode_fp8": DECODE_FLOAT8},
     "epilogues": {"epilogues": EPILOGUES},
     "strategies": {"strategies": (*TEN, *ALL_REDUCE)},
     "all": {"ten": TEN, "tp8": TP8, "small": SMALL, "all_reduce": ALL_REDUCE, "decode": DECODE},

@@ -327,7 +327,7 @@ def test_ten_shapes():
 
 
 def test_float8_shapes():
-    for shape in shapes.FLOAT8:
+    for shape in (*shapes.FLOAT8, *shapes.DECODE_FLOAT8):
         assert shape.n % 8 == shape.k % 16 == 0
         wide = dataclasses.replace(shape, float8=False)
         # Rows of x have half the bytes, partial sums as many.
