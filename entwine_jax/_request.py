@@ -26,7 +26,7 @@ class Request:
     settings: Settings
     gathers: bool = False  # also returns a gathered array: all of x, or reduce-scatter's third operand
     saves: bool = False  # all-gather keeps the gathered x for its weight gradient
-    scaled: bool = False  # float8 operands, and the scale of their product for another one
+    scaled: bool = False  # float8 operands, and a scale for another one, or one for each of several products
     biased: bool = False  # has a bias for an operand: float32, one number for each column of the result
     activation: str | None = None  # of _config.ACTIVATIONS
     products: int = 1  # in one call: of one x and several w (all-gather), or of pairs whose products are added
