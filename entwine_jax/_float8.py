@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _on_ranks, _quantised, _team
-from ._checks import Scales
+from . import _checks, _config, _float8_checks, _lowering, _on_ranks, _quantised, _team
 from ._config import Config
 from ._differentiable import flat
+from ._float8_checks import Scales
 from ._strategy import Request
 from ._team import AxisName
 
@@ -198,12 +198,12 @@ def _of_float8(
         _checks.shapes(op, a.shape, b.shape, team.size, team.axis_name, base=base)
     if not gather:
         _checks.summands(op, [(a.shape, b.shape[1]) for a, b in pairs])
-        _checks.sum_scales(op, scales)
-    given = _checks.several_scales(op, scales, len(w)) if gather else [scales] * len(w)
-    found = [None if scales is None else _checks.pair(op, each) for each in given]
-    dtypes = [_checks.quantised_types(op, a, b, preferred_element_type, precision) for a, b in pairs]
+        _float8_checks.sum_scales(op, scales)
+    given = _float8_checks.several_scales(op, scales, len(w)) if gather else [scales] * len(w)
+    found = [None if scales is None else _float8_checks.pair(op, each) for each in given]
+    dtypes = [_float8_checks.quantised_types(op, a, b, preferred_element_type, precision) for a, b in pairs]
     if found[0] is not None and gather:
-        _checks.common_scale(op, found[0][0], team.axis_name)
+        _float8_checks.common_scale(op, found[0][0], team.axis_name)
     operands = [pairs[0][0], *(b for _, b in pairs)] if gather else [v for pair in pairs for v in pair]
     for _ in range(2):  # the second time with all axes that any of them varies over
         for i in range(1, len(operands)):

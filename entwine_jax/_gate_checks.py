@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._checks import FLOAT8
+from ._float8_checks import FLOAT8
 
 
 def weights(op: str, x: Any, w: Any, scales: Any) -> None:

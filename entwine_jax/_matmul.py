@@ -9,9 +9,20 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _lowering, _on_ranks, _placed, _products, _reference, _selection, _spread
-from ._checks import Scales
+from . import (
+    _checks,
+    _config,
+    _float8_checks,
+    _lowering,
+    _on_ranks,
+    _placed,
+    _products,
+    _reference,
+    _selection,
+    _spread,
+)
 from ._config import Config
+from ._float8_checks import Scales
 from ._placed import Place
 from ._selection import OPERANDS
 from ._spread import Call
@@ -107,17 +118,17 @@ def collective_matmul(
     x, w = _checks.arrays(OP, x, w)
     settings = _config.resolve(OP, strategy, config)
     _checks.shapes(OP, x.shape, w.shape, 1, (), transpose_w)
-    pair = _checks.scales(OP, x, w, scales)
+    pair = _float8_checks.scales(OP, x, w, scales)
     if pair is None:
         operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
         x, w = x.astype(operand), w.astype(operand)
     else:
-        dtype = _checks.float8_types(OP, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
+        dtype = _float8_checks.float8_types(OP, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
     names = _checks.team(OP, axis_name)
     spec = _checks.spec(OP, out_sharding, x.ndim)
     saves = _config.saves(OP, residuals)
     if pair is not None:
-        _checks.float8_residuals(OP, saves)
+        _float8_checks.float8_residuals(OP, saves)
     call = Call(
         "x" if transpose_w else "y", dtype, precision, settings, names, saves, _config.activation(OP, activation)
     )

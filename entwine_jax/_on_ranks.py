@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _config, _gate_checks, _gated, _lowering, _reference, _scaled, _several, _team
-from ._checks import Scales
+from . import _checks, _config, _float8_checks, _gate_checks, _gated, _lowering, _reference, _scaled, _several, _team
 from ._config import Config
 from ._differentiable import flat, run
+from ._float8_checks import Scales
 from ._strategy import Request
 from ._team import AxisName
 
@@ -42,15 +42,15 @@ def on_ranks(
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
     _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
-    pair = _checks.scales(op, x, w, scales)
+    pair = _float8_checks.scales(op, x, w, scales)
     if pair is None:
         operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
         x, w = x.astype(operand), w.astype(operand)
     else:
-        _checks.float8_residuals(op, saves)
+        _float8_checks.float8_residuals(op, saves)
         if op == "all_gather_matmul":
-            _checks.common_scale(op, pair[0], team.axis_name)
-        dtype = _checks.float8_types(op, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
+            _float8_checks.common_scale(op, pair[0], team.axis_name)
+        dtype = _float8_checks.float8_types(op, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
     request = Request(
         op,
         team,
@@ -111,14 +111,15 @@ def several(
         _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
     if gated:
         _gate_checks.columns(op, *(w.shape[0 if transpose_w else 1] for _, w in pairs))
-    each = _checks.several_scales(op, scales, len(ws))
-    found = [pair for (_, w), s in zip(pairs, each, strict=True) if (pair := _checks.scales(op, x, w, s)) is not None]
+    each = _float8_checks.several_scales(op, scales, len(ws))
+    checked = [_float8_checks.scales(op, x, w, given) for (_, w), given in zip(pairs, each, strict=True)]
+    found = [pair for pair in checked if pair is not None]
     factors = [pair[0] * pair[1] for pair in found]
     arrays = [w for _, w in pairs]
     if factors:
-        _checks.float8_residuals(op, saves)
-        _checks.common_scale(op, found[0][0], team.axis_name)
-        dtype = _checks.float8_types(op, preferred_element_type, precision, "float8 operands")
+        _float8_checks.float8_residuals(op, saves)
+        _float8_checks.common_scale(op, found[0][0], team.axis_name)
+        dtype = _float8_checks.float8_types(op, preferred_element_type, precision, "float8 operands")
     else:
         operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for w in arrays))
         x, arrays = x.astype(operand), [w.astype(operand) for w in arrays]
@@ -181,16 +182,16 @@ def sum_of(
         _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
     columns = pairs[0][1].shape[0 if transpose_w else 1]
     _checks.summands(op, [(x.shape, w.shape[0 if transpose_w else 1]) for x, w in pairs])
-    _checks.sum_scales(op, scales)
-    scale, found = None, [_checks.scales(op, x, w, scales) for x, w in pairs]
+    _float8_checks.sum_scales(op, scales)
+    scale, found = None, [_float8_checks.scales(op, x, w, scales) for x, w in pairs]
     if found[0] is None:
         operand = jnp.result_type(*(_checks.types(op, x, w, preferred_element_type, precision)[0] for x, w in pairs))
         pairs = [(x.astype(operand), w.astype(operand)) for x, w in pairs]
         dtype = _checks.types(op, *pairs[0], preferred_element_type, precision)[1]
     else:
-        _checks.one_dtype(op, [x.dtype for x, _ in pairs])
+        _float8_checks.one_dtype(op, [x.dtype for x, _ in pairs])
         scale = found[0][0] * found[0][1]
-        dtype = _checks.float8_types(op, preferred_element_type, precision, "float8 operands")
+        dtype = _float8_checks.float8_types(op, preferred_element_type, precision, "float8 operands")
     b = _checks.bias(op, bias, columns, dtype)
     _checks.activated(op, activation, dtype)
     made = _config.activation(op, activation)

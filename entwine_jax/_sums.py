@@ -7,8 +7,8 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _on_ranks
-from ._checks import Scales
 from ._config import Config
+from ._float8_checks import Scales
 from ._team import AxisName
 
 

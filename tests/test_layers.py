@@ -52,6 +52,7 @@ PYTHON = [
     {"_signal", "_tuned"},
     {"_team", "_reference", "_selection"},
     {"_gate_checks"},
+    {"_float8_checks"},
     {"_config", "_checks", "_memory"},
     {"_core", "_threads"},
 ]

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .. import _checks, _ops, _sums
+from .. import _float8_checks, _ops, _sums
 from .._autotune import autotune
 from .._tuning import Tuned
 from ._function import named
@@ -103,7 +103,7 @@ def _of_op(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, 
     if options.gathers and op != "all_gather_matmul":
         raise UsageError(f"--gathers is for all_gather_matmul, not {op}")
     dtype = _dtype(options.dtype)
-    float8 = dtype in _checks.FLOAT8
+    float8 = dtype in _float8_checks.FLOAT8
     result = _dtype(options.result) if options.result else jnp.dtype("bfloat16") if float8 else None
     keywords: dict[str, Any] = {"preferred_element_type": result, "transpose_w": options.transpose_w}
     if float8:
