@@ -178,9 +178,9 @@ nb::dict simulate_fused(std::string const& op, nb::dict const& plan, uint32_t ra
 }
 
 nb::dict simulate_xla(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k,
-                      uint32_t missing, uint32_t out_bytes, uint32_t in_bytes, nb::dict const& machine) {
+                      uint32_t missing, uint32_t out_bytes, uint32_t in_bytes, bool gated, nb::dict const& machine) {
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
-  return times_of(simulate::xla(op_of(op), g, out_bytes, in_bytes, machine_of(machine)));
+  return times_of(simulate::xla(op_of(op), g, out_bytes, in_bytes, machine_of(machine), gated));
 }
 
 std::pair<uint32_t, uint32_t> chunk_rows(std::string const& target, uint32_t ranks, uint32_t rows) {
@@ -332,7 +332,7 @@ NB_MODULE(_core, m) {
       "missing"_a = 0, "out_bytes"_a, "in_bytes"_a = 2, "machine"_a,
       "Microseconds of a fused call on sm_90 and what they go into, by going through its schedule; `machine`: other numbers.");
   m.def("simulate_xla", &simulate_xla, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "out_bytes"_a, "in_bytes"_a = 2, "machine"_a, "The same of XLA's collective and GEMM.");
+        "out_bytes"_a, "in_bytes"_a = 2, "gated"_a = false, "machine"_a, "The same of XLA's collective and GEMM.");
   m.def("tile_order", &tile_order, "op"_a, nb::kw_only(), "ranks"_a, "rank"_a, "batch"_a, "m_shard"_a, "n"_a, "tile_m"_a,
         "tile_n"_a, "raster"_a, "lead"_a, "The tiles in the order in which `rank` claims them, as (owner, row, column).");
   m.def("chunk_rows", &chunk_rows, "target"_a, nb::kw_only(), "ranks"_a, "rows"_a,

@@ -107,6 +107,7 @@ def simulate_xla(
     missing: int = 0,
     out_bytes: int,
     in_bytes: int = 2,
+    gated: bool = False,
     machine: dict[str, float],
 ) -> TimesDict: ...
 def chunk_rows(target: str, *, ranks: int, rows: int) -> tuple[int, int]: ...

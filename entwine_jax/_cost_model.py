@@ -49,6 +49,7 @@ def cost_model(
     *,
     dtype: DTypeLike = jnp.bfloat16,
     out_dtype: DTypeLike | None = None,
+    gated: bool = False,
     config: Config | None = None,
     machine: Mapping[str, float] | None = None,
 ) -> dict[str, Cost]:
@@ -70,6 +71,7 @@ def cost_model(
       ranks: the size of the team, 2 to 8.
       dtype: of x and w: bfloat16 (default), float16, or float8 of a scaled product.
       out_dtype: of the result: dtype (default; bfloat16 for float8) or float32; for float8 float16 too.
+      gated: of ``all_gather_matmul(..., gated=True)`` where no gradient is taken; n is each weight's.
       config: overrides of the plan, as the ops take them.
       machine: other numbers than the measured ones, in microseconds and bytes a microsecond, by their names in
         ``cc/simulate/machine.h``: ``{"link_bytes_per_us": 450e3}``.
@@ -82,7 +84,7 @@ def cost_model(
       ValueError: op, a size, ranks, config or machine is out of range.
       TypeError: no kernel takes dtype or gives out_dtype.
     """
-    request, x, w = _request(op, m, n, k, ranks, dtype, out_dtype, config)
+    request, x, w = _request(op, m, n, k, ranks, dtype, out_dtype, config, gated)
     numbers = _machine(machine)
     formula_us = _strategy.predict(request, x, w)
     sizes = dataclasses.asdict(_strategy.sizes(request, x.shape, w.shape))
@@ -94,18 +96,28 @@ def cost_model(
         if not request.settings.config.few_rows:
             plans.append(_strategy.resident_plan(request, x, w))
         for plan in plans:
-            _check_plan(op, plan, m)
+            _check_plan(op, plan, m, gated)
             fields: Any = dataclasses.asdict(plan) | {"transport": TRANSPORTS.index(plan.transport)}
             times = _core.simulate_fused(op, fields, **call, machine=numbers)
             costs[plan.strategy] = Cost(plan.strategy, formula_us=formulas[plan.strategy], plan=plan, **times)
-    costs["xla"] = Cost("xla", formula_us=formula_us[1], plan=None, **_core.simulate_xla(op, **call, machine=numbers))
+    costs["xla"] = Cost(
+        "xla", formula_us=formula_us[1], plan=None, **_core.simulate_xla(op, **call, gated=gated, machine=numbers)
+    )
     return costs
 
 
 def _request(
-    op: str, m: int, n: int, k: int, ranks: int, dtype: DTypeLike, out_dtype: DTypeLike | None, config: Config | None
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    ranks: int,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike | None,
+    config: Config | None,
+    gated: bool,
 ) -> tuple[Request, Any, Any]:
-    """As a call on so many GPUs would make it, and one rank's operands."""
+    """As a call on so many GPUs would make it, and one rank's operands: of gated products, both w as one."""
     if op not in _OPS:
         raise ValueError(f"entwine_jax.cost_model: op={op!r} is unknown; use one of {_OPS}")
     for name, size, least, most in (("m", m, 1, 2**24), ("n", n, 1, 2**22), ("k", k, 1, 2**22), ("ranks", ranks, 2, 8)):
@@ -121,11 +133,19 @@ def _request(
         raise TypeError(f"entwine_jax.cost_model: dtype={operand} has no kernel; use one of {names}")
     if result not in ((*_WIDE, jnp.float32) if narrow else (operand, jnp.float32)):
         raise TypeError(f"entwine_jax.cost_model: out_dtype={result} of {operand} operands has no kernel; use float32")
+    if gated and (narrow or op != "all_gather_matmul"):
+        raise ValueError(
+            f"entwine_jax.cost_model: gated=True is for all_gather_matmul of 16-bit dtypes, not {op}, {operand}"
+        )
     team = Team(("t",), ranks, tuple(range(ranks)), (), (), "cuda")
     settings = resolve("cost_model", "fused", config)
-    request = Request(op, team, False, result, None, settings, scaled=narrow)
+    request = Request(op, team, False, result, None, settings, scaled=narrow, products=2 if gated else 1, gated=gated)
     rows = m // ranks if op == "all_gather_matmul" else m
-    return request, jax.ShapeDtypeStruct((1, rows, k), operand), jax.ShapeDtypeStruct((k, n), operand)
+    return (
+        request,
+        jax.ShapeDtypeStruct((1, rows, k), operand),
+        jax.ShapeDtypeStruct((k, 2 * n if gated else n), operand),
+    )
 
 
 def _machine(machine: Mapping[str, float] | None) -> dict[str, float]:
@@ -142,12 +162,16 @@ def _machine(machine: Mapping[str, float] | None) -> dict[str, float]:
     return numbers
 
 
-def _check_plan(op: str, plan: Plan, m: int) -> None:
+def _check_plan(op: str, plan: Plan, m: int, gated: bool) -> None:
     tile = (plan.tile_m, plan.tile_n)
     if tile not in _core.SM90_TILES:
         raise ValueError(
             f"entwine_jax.cost_model: config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles "
             f"{_core.SM90_TILES}"
+        )
+    if gated and plan.tile_m != 256:
+        raise ValueError(
+            f"entwine_jax.cost_model: config's tile_m={plan.tile_m}, but gated products have tiles of 256 rows"
         )
     if plan.few_rows and m > _core.FEW_ROWS_MOST:
         raise ValueError(

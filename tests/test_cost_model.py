@@ -71,6 +71,16 @@ def test_types():
     assert fused(dtype="float8_e5m2", out_dtype="float16").link_us == pytest.approx(fused().link_us, rel=0.08)
 
 
+def test_gated_products():
+    """Fused as one product of both widths, of tiles of 256 rows; XLA reads gate and up once more, and writes."""
+    gated = cost_model("all_gather_matmul", 8192, 3584, 8192, 2, gated=True)
+    both = cost_model("all_gather_matmul", 8192, 7168, 8192, 2)
+    assert gated["fused"] == both["fused"]
+    for more in (gated["xla"].us - both["xla"].us, gated["xla"].formula_us - both["xla"].formula_us):
+        assert more == pytest.approx(3 * 8192 * 3584 * 2 / 4.2e6)
+    assert cost_model("all_gather_matmul", 256, 1024, 8192, 2, gated=True)["fused"].plan.tile_m == 256
+
+
 def test_rows_that_tma_cannot_take():
     assert list(cost_model("all_gather_matmul", 64, 100, 128, 2)) == ["xla"]
     assert list(cost_model("all_gather_matmul", 64, 104, 128, 2)) == ["fused", "resident", "xla"]
@@ -98,6 +108,13 @@ def test_another_machine():
         ({"out_dtype": "float16"}, TypeError, r"out_dtype=float16 of bfloat16 operands has no kernel; use float32"),
         ({"config": Config(tile_m=64)}, ValueError, r"config's tile_m=64, tile_n=\d+ is none of the sm_90 kernels'"),
         ({"config": Config(few_rows=True), "m": 256}, ValueError, r"few_rows=True is for up to 128 rows, not m=256"),
+        ({"gated": True, "op": "matmul_all_reduce"}, ValueError, r"gated=True is for all_gather_matmul of 16-bit"),
+        ({"gated": True, "dtype": "float8_e4m3fn"}, ValueError, r"gated=True is for all_gather_matmul of 16-bit"),
+        (
+            {"gated": True, "config": Config(tile_m=128, tile_n=128)},
+            ValueError,
+            r"gated products have tiles of 256 rows",
+        ),
         ({"config": 3}, ValueError, r"config=3 must be an entwine_jax.Config"),
         ({"machine": {"speed": 1.0}}, ValueError, r"machine has no number 'speed'; it has flops_per_us, "),
         ({"machine": {"land_us": "1"}}, ValueError, r"machine\['land_us'\]='1' must be a number"),

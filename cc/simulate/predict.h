@@ -27,12 +27,15 @@ inline Times fused(schedule::Op op, schedule::Geometry g, schedule::Plan const& 
   return times;
 }
 
-// XLA: a collective before or after a GEMM, and never sooner than the host has launched both.
-inline Times xla(schedule::Op op, schedule::Geometry const& g, double out_bytes, double in_bytes, Machine const& machine) {
+// XLA: a collective before or after a GEMM, and never sooner than the host has launched both. Gated products (to the fused call
+// one of twice y's columns) are read and written once more.
+inline Times xla(schedule::Op op, schedule::Geometry const& g, double out_bytes, double in_bytes, Machine const& machine,
+                 bool gated = false) {
   double m = schedule::rows_of(op, g), n = g.n, k = g.k;
   double flops_us = 2 * m * n * k / (machine.gemm_flops_per_us * 2 / in_bytes);
   double memory_us = ((m + n) * k * in_bytes + m * n * out_bytes) / machine.memory_bytes_per_us;
   double multiply_us = machine.gemm_us + std::max(flops_us, memory_us);
+  if (gated) multiply_us += 1.5 * m * n * out_bytes / machine.memory_bytes_per_us;
   bool all_reduce = op == schedule::Op::kMatmulAllReduce;
   double chunk = m / g.ranks * (op == schedule::Op::kAllGatherMatmul ? k * in_bytes : n * out_bytes);
   double bytes = chunk * (g.ranks - 1) * (all_reduce ? 2 : 1);

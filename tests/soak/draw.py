@@ -111,7 +111,7 @@ def program(machine: Machine, rng: random.Random) -> Program:
     # Those have no gradient; one of float16 with a float32 cotangent is a product of float32, which no kernel takes.
     no_gradient = float8 or (machine.platform == "gpu" and (dtype, result) == ("float16", "float32"))
     kind = rng.choice([kind for kind in KINDS if not (no_gradient and kind == "gradient")])
-    draw = _Calls(machine, rng, ranks, np.dtype(jnp.dtype(dtype)).itemsize)
+    draw = _Calls(machine, rng, ranks, np.dtype(jnp.dtype(dtype)).itemsize, float8)
     batch = _batch(rng, shape[names.index(other)] if other else 1, bool(other))
     turns = 1
     if kind in ("one", "gradient"):
@@ -152,8 +152,8 @@ def _batch(rng: random.Random, multiple: int, led: bool) -> tuple[int, ...]:
 
 
 class _Calls:
-    def __init__(self, machine: Machine, rng: random.Random, ranks: int, itemsize: int) -> None:
-        self.machine, self.rng, self.ranks = machine, rng, ranks
+    def __init__(self, machine: Machine, rng: random.Random, ranks: int, itemsize: int, float8: bool) -> None:
+        self.machine, self.rng, self.ranks, self.float8 = machine, rng, ranks, float8
         self.gpu = machine.platform == "gpu"
         self.unit = 16 // itemsize if self.gpu else 1  # of row lengths
 
