@@ -202,6 +202,20 @@ def test_several_products_in_one_call():
     assert {found.strategy for found in entwine_jax.explain(backward, x, w, v)} == {"resident"}
 
 
+def test_gated():
+    x, gate, up = integers((2 * 21, 8), 1), integers((8, 2 * 16), 2), integers((8, 2 * 16), 3)
+
+    def rank(x, gate, up):
+        return entwine_jax.all_gather_matmul(
+            x, (gate, up), "t", gated=True, activation="relu", strategy="resident", config=SMALL
+        )
+
+    f = jax.shard_map(rank, mesh=mesh_of((2,)), in_specs=(P("t"), P(None, "t"), P(None, "t")), out_specs=P(None, "t"))
+    wanted = np.maximum(product(x, gate), 0) * product(x, up)
+    np.testing.assert_array_equal(np.asarray(jax.jit(f)(x, gate, up)), wanted)
+    assert [found.strategy for found in entwine_jax.explain(f, x, gate, up)] == ["resident"]
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_float8(op):
     x, w = (integers(shape, i) for i, shape in enumerate(((4 * 24, 32), (32, 4 * 16))))

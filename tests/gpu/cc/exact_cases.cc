@@ -93,12 +93,12 @@ std::vector<Variant> exact_variants() {
   for (bool float_out : {false, true})
     for (Op op : kOps)
       for (schedule::TileShape tile : schedule::kSm90Tiles)
-        for (uint32_t movers : {1u, 2u, 9u}) {
+        for (uint32_t movers : {float_out ? 1u : 2u, 9u}) {
           Variant moved{op, Transport::kPush, float_out, float_out, kLeads[movers % 4], kPushers[movers != 1], tile};
           moved.movers = movers;
-          moved.gathers = movers == 2 && op != Op::kMatmulAllReduce;
+          moved.gathers = movers != 9 && op != Op::kMatmulAllReduce;
           moved.finishes = movers == 9;
-          if (movers == 2 && !float_out) moved.operands = Operands::kF16;
+          if (movers == 2) moved.operands = Operands::kF16;
           variants.push_back(moved);
           if (movers != 9 || !float_out) continue;
           moved.operands = op == Op::kMatmulReduceScatter ? Operands::kE5m2 : Operands::kE4m3;

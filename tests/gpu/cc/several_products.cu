@@ -320,6 +320,7 @@ void several_products(EmulatedTeam& team, float scale) {
               v.gathers = op != Op::kMatmulAllReduce && seed / 2 % 2 == 0;
               v.finishes = seed % 5 < 3;
               v.operands = operands;
+              if (seed % 3 == 1) v.movers = 1 + seed % 2;  // strategy "resident"
               if (fault.empty()) fault = Case(team, v, shape, seed, scale).fault();
               ++calls;
             }
