@@ -56,10 +56,9 @@ def cost_model(
     """What a collective matmul should take on Hopper GPUs by every strategy that can run it. Runs anywhere.
 
     Fused, the call's own schedule is simulated: clusters claim tiles in the real order, multiply, wait, add and send
-    them over a link of the measured rate (``cc/simulate``). ``"resident"`` likewise, of which nothing is measured yet
-    but the rates at which thread blocks move bytes. XLA is a GEMM, and NCCL before or after it. The numbers of
-    the machine are those of two H200s; more of them are taken to have the same link each, whatever the number of peers.
-    docs/performance.md tells how far predictions are from measurements::
+    them over a link of the measured rate (``cc/simulate``). ``"resident"`` likewise. XLA is a GEMM, and NCCL before or
+    after it. The numbers of the machine are those of two H200s; more of them are taken to have the same link each,
+    whatever the number of peers. docs/performance.md tells how far predictions are from measurements::
 
         costs = entwine_jax.cost_model("matmul_reduce_scatter", 8192, 8192, 3584, ranks=8)
         min(costs, key=lambda strategy: costs[strategy].us)

@@ -76,7 +76,7 @@ struct ResidentChoice {
   Plan plan;
   double us;  // sm_90
 };
-constexpr uint32_t kMoverSms[] = {2, 4, 6, 8, 12, 16};
+constexpr uint32_t kMoverSms[] = {2, 4, 6, 8, 12, 16, 20, 24};
 constexpr ResidentChoice make_resident_plan(Op op, Target target, Geometry g, uint32_t out_bytes, uint32_t in_bytes = 2,
                                             bool gated = false) {
   if (target == Target::kHost) {

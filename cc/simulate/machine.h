@@ -21,7 +21,7 @@ struct Machine {
   double land_us = 1, signal_us = 1, fetch_us = 2;
   // A pusher, which is one thread; what it claims at once (kernel/sm90/shape.h, kUnitBytes); and how much longer its cluster's
   // tiles take meanwhile: with 66 of them 8 to 17 %.
-  double mover_bytes_per_us = schedule::cost::kMoverBytesPerUs;  // of strategy "resident"; measured alone
+  double mover_bytes_per_us = schedule::cost::kMoverBytesPerUs;  // of strategy "resident"
   double pusher_bytes_per_us = 16e3, unit_bytes = 98304, pushing_slower = 1.1;
 
   // From the end of a call to the first load of the next, and from the last store to the end (fitted: calls of few tiles).
