@@ -78,7 +78,7 @@ def test_axis(op):
 def test_strategy(op, monkeypatch):
     fails(
         ValueError,
-        r"strategy='quick' is unknown; use one of \('auto', 'fused', 'signal', 'xla'\)",
+        r"strategy='quick' is unknown; use one of \('auto', 'fused', 'resident', 'signal', 'xla'\)",
         x,
         w,
         op,

@@ -250,10 +250,10 @@ class Model {
 std::vector<Program> programs(Fault fault) {
   constexpr Call g = Call::kGather, s = Call::kScatter, a = Call::kAllReduce;
   std::vector<Program> all;
-  for (std::vector<Call> const& calls : {std::vector<Call>{s, s, s}, {g, g, g}, {a, a}, {s, g, s}}) {
+  for (std::vector<Call> const& calls : {std::vector<Call>{s, s, s}, {g, g, g}, {a, a}, {s, g, s}})
     for (uint32_t lead : {0u, 9u}) all.push_back({2, 1, 1, 2, calls, lead, fault});
+  for (std::vector<Call> const& calls : {std::vector<Call>{s, s, s}, {g, g}, {a}, {s, g}})
     all.push_back({2, 2, 1, 1, calls, 0, fault});
-  }
   all.push_back({2, 1, 2, 2, {a, s}, 1, fault});
   all.push_back({2, 2, 2, 1, {s}, 0, fault});
   for (Call each : {s, g, a}) all.push_back({3, 1, 1, 1, {each}, 0, fault});
