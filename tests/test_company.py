@@ -75,12 +75,3 @@ def test_exit_with_calls_in_flight():
     done = child("exit_in_flight")
     assert done.returncode == 0 and "leaving 200 calls" in done.stdout, f"{done.returncode}: {done.stderr[-3000:]}"
     assert "Fatal" not in done.stderr and "terminate" not in done.stderr, done.stderr[-3000:]
-
-
-def test_what_overlaps():
-    """In what XLA:GPU prints of a scheduled program."""
-    start = "  %ar.1 = f32[8]{0} all-reduce-start(%p), channel_id=1\n"
-    done = "  %d = f32[8]{0} all-reduce-done(%ar.1)\n"
-    ours = '  %c = (f32[8]{0}) custom-call(%x, %w), custom_call_target="entwine_all_gather_matmul", api_version=API\n'
-    assert company.overlaps(start + ours + done)
-    assert not company.overlaps(start + done + ours) and not company.overlaps(ours + start + done)

@@ -6,7 +6,6 @@ No pytest; each raises if a result isn't what it should be to the bit. They run 
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,12 +39,6 @@ from jax.sharding import PartitionSpec as P
 
 import entwine_jax
 
-# What schedules collectives behind other work, each by itself (one for all would come last); nothing on platforms that
-# know no such options.
-HIDING = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
-}
 CASES = (
     Case(ALL_GATHER, 264, 520, 264),
     Case(REDUCE_SCATTER, 136, 776, 392),
@@ -83,24 +76,9 @@ class Checked:
         assert_equal(key[0], y, self.wants[key])
 
 
-def overlaps(scheduled: str) -> bool:
-    """Whether a call of ours stands between the start and the end of an all-reduce, as XLA has scheduled a program."""
-    started: set[str] = set()
-    for line in scheduled.splitlines():
-        if start := re.match(r"\s*(?:ROOT )?(%?[\w.-]+) = .* all-reduce-start\(", line):
-            started.add(start[1].lstrip("%"))
-        elif done := re.search(r" all-reduce-done\(.*?%?([\w.-]+)\)", line):
-            started.discard(done[1])
-        elif started and "custom-call(" in line and '"entwine_' in line:
-            return True
-    return False
-
-
-def beside_collectives(
-    mesh: Mesh, gradients: Any = AXIS, hiding: bool = True, floats: int = 1 << 20, turns: int = 6
-) -> str:
-    """Layers whose gradients are summed over `gradients` meanwhile: one after each pair of calls, which it depends on,
-    and one at the start; nothing waits for them. Returns the program as XLA has scheduled it."""
+def beside_collectives(mesh: Mesh, gradients: Any = AXIS, floats: int = 1 << 20, turns: int = 6) -> None:
+    """Layers whose gradients are summed over `gradients` by XLA: one after each pair of calls, which it depends on, and
+    one at the start; nothing waits for them, so they may run at the same time as calls of ours."""
     ranks = mesh.shape[AXIS]
     k = 64 * ranks
     up, down = Case(ALL_GATHER, 136, 256, k), Case(REDUCE_SCATTER, 136, k, 256)
@@ -120,7 +98,7 @@ def beside_collectives(
         # All sums are of every device, whichever axes they go over.
         out = (y_spec, [P(mesh.axis_names)] * 5)
         run = jax.shard_map(body, mesh=mesh, in_specs=(x_spec, up_spec, down_spec, P()), out_specs=out, check_vma=False)
-        return jax.jit(run, compiler_options=HIDING if hiding and on_gpus() else None)
+        return jax.jit(run)
 
     x, w_up = integers(up, ranks, 1)
     _, w_down = integers(down, ranks, 2)
@@ -137,7 +115,6 @@ def beside_collectives(
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(whole(a).astype(np.float32), whole(b).astype(np.float32))
         want = theirs(want[0], *on_mesh[1:])
-    return str(ours.lower(*on_mesh).compile().as_text())
 
 
 def beside_programs(mesh: Mesh, ours_first: bool, turns: int = 24, floats: int = 1 << 22) -> None:
