@@ -86,7 +86,7 @@ test-cc-%: $(VENV_STAMP)
 	  -DENTWINE_MODULE=OFF -DENTWINE_TESTS=ON -DENTWINE_WERROR=$(ENTWINE_WERROR) \
 	  -DENTWINE_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
 	@$(BIN)/cmake --build build/cc-$*
-	@$(BIN)/ctest --test-dir build/cc-$* --output-on-failure --no-tests=error
+	@$(BIN)/ctest --test-dir build/cc-$* -j2 --output-on-failure --no-tests=error
 
 # One process has one platform, so the tests that need GPUs are a run of their own. The others are two: most of their time goes to
 # tracing and compiling on one core. Each prints when it ends.

@@ -13,5 +13,6 @@ elseif(ENTWINE_SANITIZE STREQUAL "address")
 else()
   message(FATAL_ERROR "ENTWINE_SANITIZE=${ENTWINE_SANITIZE}: choose thread or address, or leave it empty")
 endif()
-add_compile_options(-fsanitize=${kinds} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+# -O1, as the sanitizers' own manuals ask for, and half the time of -O2 to compile.
+add_compile_options(-fsanitize=${kinds} -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g1)
 add_link_options(-fsanitize=${kinds})

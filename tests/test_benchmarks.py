@@ -268,8 +268,8 @@ def test_pallas_sweep(tmp_path):
         if config["grid_tile_width"] == 4:
             raise ValueError("too wide")
         slow = 40 if config["grid_tile_width"] == 8 else 1  # the first one, so that it is dropped
-        gathered = lax.all_gather(x, axis_name, axis=0, tiled=True)
-        return sum((gathered * (1 / slow)) @ w for _ in range(slow)).astype(dtype)
+        gathered = lax.all_gather(x, axis_name, axis=0, tiled=True).astype(jnp.float32)
+        return sum((gathered * (1 / slow)) @ w.astype(jnp.float32) for _ in range(slow)).astype(dtype)
 
     kernels = types.SimpleNamespace(
         MatmulDimension={"M": 0, "N": 1}, TuningConfig=lambda **fields: fields, all_gather_lhs_matmul=matmul
