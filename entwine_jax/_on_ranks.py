@@ -89,13 +89,14 @@ def several(
     precision: Any,
     strategy: str | None,
     config: Config | None,
+    *,
     gathers: bool,
     saves: bool,
     transpose_w: bool,
     bias: Any,
     activation: Any,
-    scales: Any = None,
-    gated: bool = False,
+    scales: Any,
+    gated: bool,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """all_gather_matmul of several weights, or the one result of two that are gated; and the gathered x if it
     `gathers`."""

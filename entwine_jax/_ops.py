@@ -242,8 +242,22 @@ def all_gather_matmul(
     if gated:
         _gate_checks.weights(op, x, w, scales)
     if isinstance(w, tuple | list):
-        options = preferred_element_type, precision, strategy, config, bool(return_gathered), saves
-        ys, rows = _on_ranks.several(x, w, axis_name, *options, transpose_w, bias, activation, scales, bool(gated))
+        ys, rows = _on_ranks.several(
+            x,
+            w,
+            axis_name,
+            preferred_element_type,
+            precision,
+            strategy,
+            config,
+            gathers=bool(return_gathered),
+            saves=saves,
+            transpose_w=transpose_w,
+            bias=bias,
+            activation=activation,
+            scales=scales,
+            gated=bool(gated),
+        )
         made = ys[0] if gated else ys
         return made if rows is None else (made, rows)
     y, gathered = _on_ranks.on_ranks(
