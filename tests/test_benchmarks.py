@@ -7,8 +7,10 @@ import json
 import pathlib
 import statistics
 import sys
+import time
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -264,12 +266,17 @@ def test_environment(monkeypatch):
 def test_pallas_sweep(tmp_path):
     """On stand-ins for the kernels: the fastest configuration that works is timed, failures are notes."""
 
+    def late(y):
+        time.sleep(0.1)
+        return np.asarray(y)
+
     def matmul(x, w, *, axis_name, config, dtype):
         if config["grid_tile_width"] == 4:
             raise ValueError("too wide")
-        slow = 40 if config["grid_tile_width"] == 8 else 1  # the first one, so that it is dropped
-        gathered = lax.all_gather(x, axis_name, axis=0, tiled=True).astype(jnp.float32)
-        return sum((gathered * (1 / slow)) @ w.astype(jnp.float32) for _ in range(slow)).astype(dtype)
+        y = (lax.all_gather(x, axis_name, axis=0, tiled=True) @ w).astype(dtype)
+        if config["grid_tile_width"] == 8:  # the first one, so that it is dropped
+            return jax.pure_callback(late, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+        return y
 
     kernels = types.SimpleNamespace(
         MatmulDimension={"M": 0, "N": 1}, TuningConfig=lambda **fields: fields, all_gather_lhs_matmul=matmul
