@@ -19,6 +19,7 @@ def test_tiny(tuned_cache, tmp_path, monkeypatch, capsys):
     # Two candidates a shape are enough to go the whole way.
     monkeypatch.setattr(_candidates, "forms", lambda *_: [])
     monkeypatch.setattr(_candidates, "residents", lambda *_: [])
+    monkeypatch.setattr(_candidates, "signals", lambda *_: [])
     monkeypatch.setattr(_candidates, "numbers", lambda *_: [])
     devices = jax.devices("cpu")[:2]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
