@@ -3,6 +3,7 @@
 import jax
 
 from . import _core, _obstacles, _tuned
+from ._config import OURS
 from ._request import TARGETS, Plan, Request, all_rows, sizes, wants_tiles
 
 # True while `autotune` looks for what it could measure: "auto" is then fused wherever that can run, and tables are left
@@ -33,21 +34,21 @@ def measured(request: Request, x: jax.Array, w: jax.Array) -> _tuned.Entry | Non
         return None
     files = settings.tuned is True or jax.process_count() == 1
     entry = _tuned.find(kind, key(request, x, w), files)
-    if entry is not None and entry.signal_plan is not None:
-        signal = Plan(**entry.signal_plan)
-        fits = signal.target == TARGETS[team.platform] and signal.strategy == "signal"
-        if not fits or (signal.target == "sm90" and (signal.tile_m, signal.tile_n) not in _core.SIGNAL_TILES):
+    if entry is None:
+        return None
+    few = not wants_tiles(request) and all_rows(request, sizes(request, x.shape, w.shape)) <= _core.FEW_ROWS_MOST
+    target, plans = TARGETS[team.platform], (entry.plan, entry.resident_plan, entry.signal_plan)
+    for strategy, plan in zip(OURS, plans, strict=True):
+        if plan is not None and not _fits(Plan(**plan), strategy, target, few):
             return None
-    if entry is not None and entry.resident_plan is not None:
-        resident = Plan(**entry.resident_plan)
-        fits = resident.target == TARGETS[team.platform] and resident.strategy == "resident" and not resident.few_rows
-        if not fits or (resident.target == "sm90" and (resident.tile_m, resident.tile_n) not in _core.SM90_TILES):
-            return None
-    if entry is None or entry.plan is None:
-        return entry
-    made = Plan(**entry.plan)
-    fits = made.target == TARGETS[team.platform]
-    if made.target == "sm90":
-        few = not wants_tiles(request) and all_rows(request, sizes(request, x.shape, w.shape)) <= _core.FEW_ROWS_MOST
-        fits = fits and (made.tile_m, made.tile_n) in _core.SM90_TILES and (few or not made.few_rows)
-    return entry if fits and not (made.few_rows and made.target == "host") else None
+    return entry
+
+
+def _fits(plan: Plan, strategy: str, target: str, few: bool) -> bool:
+    """Whether a plan is one of the strategy's on the target; `few`: which has kernels for so few rows."""
+    tiles = _core.SIGNAL_TILES if strategy == "signal" else _core.SM90_TILES
+    if plan.target != target or (target == "sm90" and (plan.tile_m, plan.tile_n) not in tiles):
+        return False
+    if strategy == "fused":
+        return not plan.few_rows or (few and target == "sm90")
+    return plan.strategy == strategy and not (strategy == "resident" and plan.few_rows)

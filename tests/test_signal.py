@@ -1,13 +1,11 @@
-"""Strategy "signal" in the host executor: exact on teams and shapes, under stalls, with gradients, in JAX's modes; what
-it refuses; and what auto makes of it on GPUs, with and without peer access."""
+"""Strategy "signal" in the host executor: exact on teams and shapes; what it refuses; what auto makes of it on GPUs,
+with and without peer access. With "resident": test_resident_and_signal.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from global_view import MODES, operands, setup
-from helpers import OPS, PUBLIC, assert_close, in_lax, integers, mesh_of, normal, product, specs, spread
-from jax import lax
+from helpers import OPS, PUBLIC, assert_close, integers, mesh_of, product, spread
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
@@ -39,136 +37,6 @@ def test_exact(op, ranks):
         assert "scratch" in repr(entwine_jax.explain(f, x, w)) and "groups " in repr(entwine_jax.explain(f, x, w))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_two_axes_and_permuted_devices(op):
-    mesh = mesh_of((2, 2, 2), ("a", "d", "b"), [3, 1, 0, 2, 7, 6, 4, 5])
-    x, w = integers((2, 68, 12), 1), integers((12, 20), 2)
-    rank = lambda op, x, w, axis: signal(op, x, w, axis, config=MANY)  # noqa: E731
-    y = jax.jit(spread(rank, op, mesh, axis=("b", "a"), leading=("d",)))(x, w)
-    np.testing.assert_array_equal(np.asarray(y), product(x, w))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_stalls(op):
-    """With one worker a rank and more, beside fused calls on the same arenas."""
-    inputs = [(integers((4 * 40, 16), i), integers((16, 4 * 36), i + 9)) for i in range(3)]
-    for seed in range(4):
-        config = Config(workers=1 + seed % 2 * 2, stall_us=300, stall_seed=seed, group_waves=1 + seed % 3, tile_m=16)
-        both = jax.jit(
-            spread(
-                lambda op, x, w, axis: (
-                    signal(op, x, w, axis, config=config)  # noqa: B023
-                    + PUBLIC[op](x, w, axis, strategy="fused")
-                ),
-                op,
-                mesh_of((4,)),
-            )
-        )
-        for y, (x, w) in [(both(x, w), (x, w)) for x, w in inputs]:
-            np.testing.assert_array_equal(np.asarray(y), 2 * product(x, w))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_missing_rank(op):
-    x, w = integers((64, 12), 1), integers((12, 64), 2)
-
-    def rank(op, x, w, axis):
-        work = lambda: signal(op, x, w, axis, config=Config(timeout_s=0.3))  # noqa: E731
-        y = jax.eval_shape(work)
-        return lax.cond(lax.axis_index(axis) == 2, lambda: jnp.zeros(y.shape, y.dtype), work)
-
-    broken = jax.jit(spread(rank, op, mesh_of((4,)), check_vma=False))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{op}: rank [013] waited 0.3 s for rank 2 at tile"):
-        broken(x, w).block_until_ready()
-    np.testing.assert_array_equal(np.asarray(with_config(op, mesh_of((4,)), None)(x, w)), product(x, w))
-
-
-def finished(op, matmul, x, w, bias, axis):
-    if matmul is signal:
-        return signal(op, x, w, axis, bias=bias, activation="silu")
-    return jax.nn.silu(in_lax(op, x, w, axis) + bias)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients(op, check_vma):
-    """First and second, with bias and activation, of float32."""
-    x, w, bias = normal((2, 12, 8), 1), normal((8, 12), 2), normal((12,), 3)
-    x_spec, w_spec, y_spec = specs(op, leading=(None,))
-    of_bias = P("t") if op == GATHER else P()
-
-    def loss(matmul):
-        f = jax.shard_map(
-            lambda x, w, b: finished(op, matmul, x, w, b, "t"),
-            mesh=mesh_of((4,)),
-            in_specs=(x_spec, w_spec, of_bias),
-            out_specs=y_spec,
-            check_vma=check_vma,
-        )
-        return lambda *v: jnp.sum(jnp.sin(f(*v)))
-
-    def second(matmul):
-        gradient = jax.grad(loss(matmul), (0, 1, 2))
-        return jax.grad(lambda *v: sum(jnp.sum(jnp.cos(g)) for g in gradient(*v)), (0, 1, 2))
-
-    for order in (lambda m: jax.value_and_grad(loss(m), (0, 1, 2)), second):
-        assert_close(*(jax.jit(order(matmul))(x, w, bias) for matmul in (signal, in_lax)), 1e-4)
-
-
-def test_gathered():
-    def rank(x, w):
-        return signal(GATHER, x, w, return_gathered=True, config=MANY)
-
-    for ranks, batch in ((2, ()), (5, (3,))):
-        x, w = integers((*batch, 41 * ranks, 12), 1), integers((12, 5 * ranks), 2)
-        leading = (None,) * len(batch)
-        in_specs, columns = (P(*leading, "t"), P(None, "t")), P(*leading, None, "t")
-        f = jax.shard_map(rank, mesh=mesh_of((ranks,)), in_specs=in_specs, out_specs=(columns, columns))
-        y, rows = jax.jit(f)(x, w)
-        np.testing.assert_array_equal(np.asarray(y), product(x, w))
-        for copy in np.split(np.asarray(rows), ranks, axis=-1):
-            np.testing.assert_array_equal(copy, np.asarray(x))
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dims", [(0, None), (None, 0), (0, 0)], ids=str)
-def test_vmap(op, dims):
-    x = integers((3, 40, 16), 1) if dims[0] == 0 else integers((40, 16), 1)
-    w = integers((3, 16, 20), 2) if dims[1] == 0 else integers((16, 20), 2)
-    x_spec, w_spec, y_spec = specs(op)
-    lead = lambda spec, dim: spec if dim is None else P(None, *spec)  # noqa: E731
-    f = jax.shard_map(
-        jax.vmap(lambda x, w: signal(op, x, w), dims),
-        mesh=mesh_of((2,)),
-        in_specs=(lead(x_spec, dims[0]), lead(w_spec, dims[1])),
-        out_specs=P(None, *y_spec),
-    )
-    wanted = np.einsum(f"{'b' * (dims[0] == 0)}mk,{'b' * (dims[1] == 0)}kn->bmn", x, w)
-    np.testing.assert_array_equal(np.asarray(jax.jit(f)(x, w)), wanted)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_remat_and_scan(check_vma):
-    x, layers = normal((8, 12), 1), (normal((3, 12, 16), 2) * 0.3, normal((3, 16, 12), 3) * 0.3)
-
-    def loss(matmul):
-        @jax.checkpoint
-        def layer(x, weights):
-            h = jnp.tanh(matmul(GATHER, x, weights[0], "t"))
-            return x + matmul(SCATTER, h, weights[1], "t"), None
-
-        f = jax.shard_map(
-            lambda x, layers: lax.scan(layer, x, layers)[0],
-            mesh=mesh_of((4,)),
-            in_specs=(P("t"), (P(None, None, "t"), P(None, "t"))),
-            out_specs=P("t"),
-            check_vma=check_vma,
-        )
-        return lambda x, layers: jnp.sum(jnp.square(f(x, layers)))
-
-    assert_close(*(jax.jit(jax.value_and_grad(loss(m), (0, 1)))(x, layers) for m in (signal, in_lax)))
-
-
 def test_several_products_are_as_many_calls():
     x, w, v = integers((40, 8), 1), integers((8, 12), 2), integers((12, 8), 3)
 
@@ -186,21 +54,6 @@ def test_several_products_are_as_many_calls():
     grads = jax.jit(jax.grad(lambda *each: jnp.sum(jnp.sin(f(*each)[0])), (0, 1, 2)))(x, w, v)
     wanted = jax.grad(lambda x, w, v: jnp.sum(jnp.sin(2 * (x @ w) @ v)), (0, 1, 2))(x, w, v)
     assert_close(grads, wanted)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_global_view(mode):
-    with setup(mode) as s:
-        x, w_up, w_down = s.place(*operands())
-
-        def loss(strategy):
-            f = s.spread(lambda x, a, b: s.down(jnp.sin(s.up(x, a, strategy=strategy)), b, strategy=strategy))
-            return lambda *v: jnp.sum(f(*v) ** 2)
-
-        grads = [jax.jit(jax.value_and_grad(loss(each), (0, 1, 2)))(x, w_up, w_down) for each in ("signal", "xla")]
-        assert_close(*grads)
-        found = entwine_jax.explain(jax.grad(loss("signal"), (0, 1, 2)), x, w_up, w_down)
-        assert len(found) == 4 and {each.strategy for each in found} == {"signal"}
 
 
 @pytest.mark.parametrize(
