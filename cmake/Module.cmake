@@ -4,8 +4,9 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE nanobind_ROOT)
 find_package(nanobind CONFIG REQUIRED)
 
+file(GLOB module_sources CONFIGURE_DEPENDS cc/python/*.cc)
 nanobind_add_module(_core STABLE_ABI NB_STATIC NOMINSIZE NB_SUPPRESS_WARNINGS
-  cc/module.cc
+  ${module_sources}
   cc/ffi/cpu_handlers.cc)
 target_link_libraries(_core PRIVATE entwine_host entwine_problem entwine_warnings)
 

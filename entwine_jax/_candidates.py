@@ -39,11 +39,12 @@ def _forms(request: Request, shape: Sizes, base: Plan) -> Iterator[Plan]:
 
 
 def signals(base: Plan | None) -> list[Plan]:
-    """Plans of strategy "signal": the model's, and with other shares of the GPU for NCCL."""
+    """Plans of strategy "signal": the model's, by copy engines where it may be, and with shares of the GPU for NCCL."""
     if base is None:
         return []
-    shares = (8, 16, 24, 32) if base.target == "sm90" else ()
-    return [base, *(dataclasses.replace(base, comm_sms=sms) for sms in shares if sms != base.comm_sms)]
+    shares = () if base.target != "sm90" else (8, 16, 24) if base.far else (0, 16, 24)
+    others = (dataclasses.replace(base, comm_sms=sms, engines=sms == 0) for sms in shares if sms != base.comm_sms)
+    return [base, *others]
 
 
 def residents(base: Plan | None) -> list[Plan]:
@@ -90,7 +91,8 @@ def show(op: str, plan: Plan, gathers: bool) -> str:
         return "few rows"
     if plan.strategy == "signal":
         waves = f" groups of {plan.group_waves} waves" if plan.group_waves else ""
-        return f"signal {plan.tile_m}x{plan.tile_n} raster {plan.raster} {plan.comm_sms} SMs for NCCL{waves}"
+        by = "copy engines" if plan.engines else f"{plan.comm_sms} SMs for NCCL"
+        return f"signal {plan.tile_m}x{plan.tile_n} raster {plan.raster} {by}{waves}"
     if plan.strategy == "resident":
         lead = "" if op == "all_gather_matmul" else f" lead {plan.lead}"
         rest = f"{lead} {plan.movers} movers" + (f" copiers {plan.copiers}" if gathers else "")

@@ -35,9 +35,9 @@ class Config:
       few_rows: whether to use the GPU kernels for few rows, which take up to 128: they read w once for all rows. The
         settings above and tiles mean nothing to them, and they gather nothing beside: calls that do have tiles.
       tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
-      comm_sms: how many multiprocessors the matmul leaves to NCCL (strategy "signal", on GPUs), or has only move tiles
-        and rows while there are some to move (strategy "resident"; they come in pairs, so an odd number is rounded up;
-        on CPU devices each pair is a worker).
+      comm_sms: how many multiprocessors the matmul leaves to NCCL (strategy "signal", on GPUs; with 0 copy engines move
+        in its place, where GPUs see each other's memory), or has only move tiles and rows while there are some to move
+        (strategy "resident"; they come in pairs, so an odd number is rounded up; on CPU devices each pair is a worker).
       group_waves: strategy "signal": how many waves of tiles each group has, in place of what a search over predictions
         finds.
       workers: threads a rank; CPU only (``ENTWINE_WORKERS``, default 1).
@@ -77,8 +77,8 @@ class Config:
             raise ValueError(f"entwine_jax.Config: tuned={self.tuned!r} must be True, False or None")
         for name in ("raster", "pushers", "copiers", "tile_m", "tile_n", "workers"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1)
-        for name in ("comm_sms", "group_waves"):
-            _integer(f"entwine_jax.Config: {name}", getattr(self, name), 1, 4096)
+        for name, least in (("comm_sms", 0), ("group_waves", 1)):
+            _integer(f"entwine_jax.Config: {name}", getattr(self, name), least, 4096)
         for name in ("lead", "stall_us", "stall_seed"):
             _integer(f"entwine_jax.Config: {name}", getattr(self, name), 0)
         if self.timeout_s is not None:

@@ -1,4 +1,4 @@
-"""Types of the compiled module; see cc/module.cc."""
+"""Types of the compiled module; see cc/python."""
 
 from typing import Any, TypedDict
 
@@ -185,6 +185,19 @@ def signal_scratch_bytes(
     tile_n: int,
     element_bytes: int,
     gathers: bool,
+) -> int: ...
+def signal_arena_bytes(
+    op: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    tile_m: int,
+    tile_n: int,
+    element_bytes: int,
 ) -> int: ...
 def nccl() -> tuple[str, str, str]: ...
 def start_trace(bytes: int) -> None: ...

@@ -49,7 +49,7 @@ class CollectiveMatmul:
     strategy: str
     reason: str
     plan: Plan | None  # of strategy "fused", "resident" or "signal"
-    arena_bytes: int  # of the first two: peer memory that the call needs on each rank; calls of one team share it
+    arena_bytes: int  # peer memory that the call needs on each rank; calls of one team share it
     gathered: tuple[int, ...] | None = None  # of a gathered array that the call gives beside y, if it does
     w_dtype: np.dtype[Any] | None = None  # of w where it isn't that of x: float8_e4m3fn beside float8_e5m2
     bias: bool = False  # whether the call adds one
@@ -186,7 +186,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
         reason=choice.reason,
         plan=choice.plan,
         arena_bytes=_strategy.arena_bytes(request, choice.plan, *_strategy.joined(request, pairs), z)
-        if choice.plan and not signal
+        if choice.plan
         else 0,
         gathered=gathered_type(request, z or x).shape if request.gathers else None,
         w_dtype=None if w.dtype == x.dtype else w.dtype,
@@ -249,7 +249,8 @@ def _dot(x: Any, w: Any, y: Any, transpose_w: bool, reason: str) -> CollectiveMa
 
 def _plan(op: str, plan: Plan, groups: tuple[int, ...]) -> str:
     if plan.strategy == "signal":
-        sms = f" {plan.comm_sms} SMs for NCCL" if plan.target == "sm90" else ""
+        by = "copy engines" if plan.engines else f"{plan.comm_sms} SMs for NCCL"
+        sms = f" {by}" if plan.target == "sm90" else ""
         return f"{plan.tile_m}x{plan.tile_n} raster {plan.raster}{sms} groups {'+'.join(map(str, groups))}"
     if plan.few_rows:
         return "few rows"
@@ -265,7 +266,8 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     if m.plan is not None:
         plan = _plan(m.op, m.plan, m.groups)
         plan += f" copiers {m.plan.copiers}" if m.gathered and not m.groups else ""
-    memory = m.scratch_bytes if m.groups else m.arena_bytes
+    memory = [f"{m.arena_bytes / 2**20:.1f} MiB"] if m.arena_bytes or not m.groups else []
+    memory += [f"{m.scratch_bytes / 2**20:.1f} MiB scratch"] if m.groups else []
     all_ = m.products or (Product(m.x, m.w, m.y, m.bias, m.activation),)
 
     xs = [_array(m.dtype, p.x) for p in all_]
@@ -280,7 +282,7 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
         _array(m.dtype, m.gathered) if m.gathered else "",
         f"{','.join(map(str, m.axis_name))}:{m.team_size}" if m.axis_name else "",
         m.strategy,
-        f"{memory / 2**20:.1f} MiB{' scratch' * bool(m.groups)}" if m.plan else "",
+        ", ".join(memory) if m.plan else "",
         plan,
         m.reason,
     )

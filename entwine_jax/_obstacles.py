@@ -27,6 +27,8 @@ def resident_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | Non
     """Why strategy "resident" can't run, None if it can: it has the kernels of "fused", but those for few rows."""
     if request.settings.config.few_rows:
         return "config's few_rows=True is for strategy='fused'"
+    if request.settings.config.comm_sms == 0:
+        return "config's comm_sms=0 leaves nobody to move (for copy engines, strategy='signal')"
     return obstacle(request, x, w)
 
 
@@ -37,7 +39,11 @@ def signal_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
     rows = all_rows(request, sizes(request, x.shape, w.shape))
     if (problem := _signal.obstacle(request, x.dtype, rows)) is not None:
         return problem
-    return hopper_obstacle() if request.team.platform == "cuda" else None
+    if request.team.platform != "cuda":
+        return None
+    if request.settings.config.comm_sms == 0 and (problem := peer_obstacle()) is not None:
+        return f"{problem}, which the copy engines of config's comm_sms=0 need"
+    return hopper_obstacle()
 
 
 def _obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:

@@ -78,8 +78,10 @@ class Plan:
     pushers: int
     copiers: int
     few_rows: bool  # sm90: the kernels for few rows, to which the numbers above mean nothing
-    # Strategy "signal", which knows tiles and raster of the above; cc/schedule/group_search.h. 0: of another one.
+    # Strategy "signal", which knows tiles and raster of the above; cc/schedule/group_search.h. Neither multiprocessors
+    # for NCCL nor copy engines: of another one.
     comm_sms: int = 0
+    engines: bool = False
     group_waves: int = 0
     far: bool = False
     # Strategy "resident", to which transport means nothing; cc/schedule/movers.h. 0: of another one.
@@ -87,7 +89,7 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        return "signal" if self.comm_sms else "resident" if self.movers else "fused"
+        return "signal" if self.comm_sms or self.engines else "resident" if self.movers else "fused"
 
 
 @dataclasses.dataclass(frozen=True)

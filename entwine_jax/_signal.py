@@ -6,7 +6,7 @@ from typing import Any
 from . import _core
 from ._config import Config
 
-# XLA's NCCL moves groups of tiles, which needs no memory of peers. Products of several are as many calls.
+# Copy engines or XLA's NCCL move groups of tiles; NCCL needs no memory of peers. Products of several are as many calls.
 TILES = _core.SIGNAL_TILES
 
 
@@ -37,11 +37,13 @@ def obstacle(request: Any, dtype: Any, rows: int) -> str | None:
 def numbers(request: Any, target: str, geometry: Mapping[str, int], far: bool, itemsize: int) -> dict[str, Any]:
     """Of its plan, by the names of `_strategy.Plan`; those of "fused" mean nothing to it."""
     made, config = made_plan(request.op, target, geometry, far, itemsize), request.settings.config
+    comm_sms = made["comm_sms"] if config.comm_sms is None or target == "host" else config.comm_sms
     picked: dict[str, Any] = {
         "tile_m": config.tile_m or made["tile_m"],
         "tile_n": config.tile_n or made["tile_n"],
         "raster": config.raster or made["raster"],
-        "comm_sms": config.comm_sms or made["comm_sms"],
+        "comm_sms": comm_sms,
+        "engines": comm_sms == 0,
     }
     unused = {"lead": 0, "transport": "pull", "pushers": 1, "copiers": 1, "few_rows": False}
     return picked | unused | {"target": target, "group_waves": config.group_waves or 0, "far": far}
@@ -83,3 +85,11 @@ def scratch_bytes(op: str, plan: Any, geometry: Mapping[str, int], itemsize: int
         element_bytes=itemsize,
         gathers=gathers,
     )
+
+
+def arena_bytes(op: str, plan: Any, geometry: Mapping[str, int], itemsize: int) -> int:
+    """Of peer memory that the call needs on each rank: none but where copy engines move."""
+    if not plan.engines:
+        return 0
+    tile = {"tile_m": plan.tile_m, "tile_n": plan.tile_n}
+    return _core.signal_arena_bytes(op, **geometry, **tile, element_bytes=itemsize)

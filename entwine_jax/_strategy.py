@@ -216,6 +216,8 @@ def _in_bytes(request: Request) -> int:
 
 def arena_bytes(request: Request, plan: Plan, x: jax.Array, w: jax.Array, z: jax.Array | None = None) -> int:
     """Peer memory that the call needs on each rank; calls of one team share it. z is gathered beside."""
+    if plan.strategy == "signal":
+        return _signal.arena_bytes(request.op, plan, geometry(request, x, w), x.dtype.itemsize)
     return _core.arena_bytes(
         request.op,
         **geometry(request, x, w),

@@ -34,7 +34,7 @@ from ._config import OURS, TRANSPORTS
 FORMAT = 1
 # Of an entry's plan: the fields of _strategy.Plan.
 _NUMBERS = {"tile_m": 1, "tile_n": 1, "raster": 1, "lead": 0, "pushers": 1, "copiers": 1}
-_MORE = {"comm_sms": 0, "group_waves": 0, "movers": 0}  # may be left out, as far may be
+_MORE = {"comm_sms": 0, "group_waves": 0, "movers": 0}  # may be left out, as far and engines may be
 _SHIPPED = Path(__file__).parent / "tuned"
 
 Table = dict[str, dict[str, Any]]  # entries as in the file, by key
@@ -220,14 +220,15 @@ def _is_entry(value: Any) -> bool:
 def _is_plan(plan: Any) -> bool:
     if not isinstance(plan, dict):
         return False
-    plan = {**dict.fromkeys(_MORE, 0), "far": False, **plan}
+    plan = {**dict.fromkeys(_MORE, 0), "far": False, "engines": False, **plan}
     numbers = _NUMBERS | _MORE
     return (
-        plan.keys() == {*numbers, "target", "transport", "few_rows", "far"}
+        plan.keys() == {*numbers, "target", "transport", "few_rows", "far", "engines"}
         and all(type(plan[name]) is int and least <= plan[name] < 2**31 for name, least in numbers.items())
         and plan["transport"] in TRANSPORTS
         and type(plan["few_rows"]) is bool
         and type(plan["far"]) is bool
+        and type(plan["engines"]) is bool
         and type(plan["target"]) is str
     )
 

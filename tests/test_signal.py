@@ -78,9 +78,10 @@ def test_refused(op, options, x_dtype, match):
 
 
 def test_settings(monkeypatch):
-    for name in ("comm_sms", "group_waves"):
-        with pytest.raises(ValueError, match=f"{name}=0 must be an integer from 1 to 4096"):
-            Config(**{name: 0})
+    with pytest.raises(ValueError, match=r"group_waves=0 must be an integer from 1 to 4096"):
+        Config(group_waves=0)
+    with pytest.raises(ValueError, match=r"comm_sms=-1 must be an integer from 0 to 4096"):
+        Config(comm_sms=-1)
     monkeypatch.setenv("ENTWINE_STRATEGY", "signal")
     f = spread(lambda op, x, w, axis: PUBLIC[op](x, w, axis), SCATTER, mesh_of((2,)))
     (found,) = entwine_jax.explain(f, integers((8, 16), 1), integers((16, 16), 2))
@@ -110,9 +111,12 @@ def choose(op=SCATTER, strategy="auto", dtype=jnp.bfloat16, m=8192, n=8192, k=35
 def test_plans_on_gpus(op):
     choice = choose(op, "signal")
     assert choice.strategy == choice.plan.strategy == "signal" and choice.plan.target == "sm90" and not choice.plan.far
-    assert (choice.plan.tile_m, choice.plan.tile_n) in _core.SIGNAL_TILES and 8 <= choice.plan.comm_sms <= 32
+    assert (choice.plan.tile_m, choice.plan.tile_n) in _core.SIGNAL_TILES
+    assert choice.plan.engines and choice.plan.comm_sms == 0
+    assert choose(op, "signal", size=8).plan.engines == (op != REDUCE), "to all seven, or twice around by NCCL"
     plan = choose(op, "signal", config=Config(comm_sms=20, group_waves=2, tile_m=256, tile_n=128)).plan
-    assert (plan.comm_sms, plan.group_waves, plan.tile_n) == (20, 2, 128)
+    assert (plan.comm_sms, plan.engines, plan.group_waves, plan.tile_n) == (20, False, 2, 128)
+    assert choose(op, "signal", config=Config(comm_sms=0)).plan.engines
     assert choose(op).strategy == "fused", "auto has no reason to take it"
     for options, match in (
         ({"config": Config(tile_m=128, tile_n=128)}, "tile_n=128 is none of its tiles"),
@@ -130,7 +134,10 @@ def test_without_peer_access(op, monkeypatch):
     """Named, it runs; auto takes it where it is predicted to win over XLA, which goes through host memory too."""
     why = "device 0 can't access the memory of device 1"
     monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: why)
-    assert choose(op, "signal").plan.far
+    plan = choose(op, "signal").plan
+    assert plan.far and not plan.engines and plan.comm_sms > 0
+    with pytest.raises(NotImplementedError, match=f"{why}, which the copy engines of config's comm_sms=0 need"):
+        choose(op, "signal", config=Config(comm_sms=0))
     choice = choose(op, k=8192)
     assert choice.strategy == "signal" and choice.plan.far and why in choice.reason and "us on XLA" in choice.reason
     assert choose(op, m=64).strategy == "xla" and why in choose(op, m=64).reason

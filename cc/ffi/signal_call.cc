@@ -27,7 +27,9 @@ ffi::ErrorOr<SignalProblem> decode_signal(schedule::Op op, schedule::Target targ
   if (problem->in != problem->out)
     return invalid(op, "strategy 'signal' gives a result of x's dtype ", problem->in, ", not ", problem->out);
   constexpr int64_t kLimit = int64_t{1} << 20;
-  if (a.comm_sms < 1 || a.comm_sms >= kLimit || a.group_waves < 0 || a.group_waves >= kLimit || a.far < 0 || a.far > 1)
+  // Copy engines are a GPU's, and need peer access.
+  int64_t least = target == schedule::Target::kSm90 && a.far == 0 ? 0 : 1;
+  if (a.comm_sms < least || a.comm_sms >= kLimit || a.group_waves < 0 || a.group_waves >= kLimit || a.far < 0 || a.far > 1)
     return invalid(op, "the plan (comm_sms ", a.comm_sms, ", group_waves ", a.group_waves, ", far ", a.far,
                    ") is out of range");
   uint64_t bytes = schedule::scratch_bytes(op, schedule::grouped(op, problem->geometry),

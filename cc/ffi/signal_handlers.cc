@@ -1,4 +1,4 @@
-// Strategy "signal" on GPUs: the matmul on XLA's stream, NCCL on a second one, group by group.
+// Strategy "signal" on GPUs: the matmul on XLA's stream, transfers on a second one, group by group.
 //
 // Sums. The matmul counts the finished tiles of each group; the second stream waits for each count and has NCCL sum the group
 // in place. When the matmul is done, XLA's stream takes all groups but the last to y while the last is being summed, then that.
@@ -6,9 +6,13 @@
 // each group's when the stream beside has it: by events between launches, not by tiles that look at flags, since a matmul that
 // waits while it fills the GPU keeps NCCL's blocks from ever starting.
 //
-// Why it can't deadlock: no kernel of ours waits. NCCL's wait for each other; each rank enqueues them in one order on one
-// stream, and what they follow, a matmul or an event, is enqueued before and ends by itself. So it is the same with one
-// multiprocessor.
+// Copy engines, where peers' memory can be reached, do the same without a multiprocessor: a group's tiles go to their owners'
+// arenas (an all-reduce's to all), who add them up on the way to y; rows to everybody's. What XLA's stream waits for are peers'
+// signals then, which a launch of one block awaits, within the bound of ENTWINE_TIMEOUT_S.
+//
+// Why it can't deadlock: of our kernels only that block waits, and for matmuls and copies of peers that wait for nobody. NCCL's
+// wait for each other; each rank enqueues them in one order on one stream, and what they follow, a matmul or an event, is
+// enqueued before and ends by itself. So it is the same with one multiprocessor.
 //
 // Not to be recorded into CUDA graphs: a wait for a counter has no place in one (branches of a graph may run one after the
 // other, a waiting one first), so the handlers don't say that they can be.
@@ -28,9 +32,11 @@
 
 #include "ffi/signal_call.h"
 #include "kernel/signal.h"
+#include "team/arena.h"
 #include "team/beside.h"
 #include "team/clique.h"
 #include "team/device_scope.h"
+#include "team/stuck.h"
 
 namespace entwine {
 namespace {
@@ -40,6 +46,7 @@ using schedule::Op;
 using Clique = ffi::Extension<team::Collectives>;
 
 constexpr uint32_t kJoin = schedule::kMaxGroups;  // the event; those below are of groups
+constexpr uint32_t kElementBytes = 2;
 
 ffi::Error failed(Op op, std::string const& why, ffi::ErrorCode code = ffi::ErrorCode::kFailedPrecondition) {
   return ffi::Error(code, std::string("entwine_jax.") + op_name(op) + ": " + why);
@@ -64,6 +71,10 @@ struct Call {
   uint32_t clusters, all_clusters;  // of a matmul beside NCCL, and of one alone
   uint32_t multiprocessors;
   int type;  // NCCL's
+  // Copy engines.
+  bool engines;
+  schedule::ArenaDemand demand;
+  uint64_t timeout_ns;
 };
 
 ffi::ErrorOr<Call> decode_call(Op op, SignalAttributes const& attributes, Buffers const& buffers,
@@ -93,13 +104,17 @@ ffi::ErrorOr<Call> decode_call(Op op, SignalAttributes const& attributes, Buffer
   if (!why.empty()) return ffi::Unexpected<ffi::Error>(failed(op, why, ffi::ErrorCode::kUnimplemented));
   call.multiprocessors = static_cast<uint32_t>(multiprocessors);
   // The same on every rank, whatever its GPU is.
-  k.groups =
-      schedule::make_groups(op, schedule::Target::kSm90, problem.geometry, decoded->plan, schedule::kSm90Multiprocessors, 2)
-          .groups;
+  k.groups = schedule::make_groups(op, schedule::Target::kSm90, problem.geometry, decoded->plan, schedule::kSm90Multiprocessors,
+                                   kElementBytes)
+                 .groups;
   call.all_clusters = call.multiprocessors / 2;
-  uint32_t left = schedule::smaller(decoded->plan.comm_sms, call.multiprocessors - 2);
+  uint32_t left = schedule::smaller(decoded->plan.comm_sms, call.multiprocessors - 2);  // to NCCL
   call.clusters = (call.multiprocessors - left) / 2;
   call.type = k.operands == Operands::kF16 ? team::Beside::kF16 : team::Beside::kBf16;
+  k.ranks = problem.geometry.ranks;
+  call.engines = decoded->plan.engines();
+  call.demand = schedule::landing_demand(op, k.geometry, k.ranks, kElementBytes);
+  call.timeout_ns = static_cast<uint64_t>(attributes.timeout_ms) * 1'000'000;
   return call;
 }
 
@@ -227,6 +242,99 @@ void gather_groups(Call const& call, team::Beside& beside, cudaStream_t stream, 
   }
 }
 
+// Where a call by copy engines lands, in each rank's arena.
+class Landing {
+ public:
+  Landing(Call const& call, team::Arena const& arena, uint32_t epoch)
+      : k_(call.kernel), arena_(arena), epoch_(epoch), timeout_ns_(call.timeout_ns) {}
+
+  uint32_t value() const { return schedule::signal_value(epoch_); }
+  uint8_t* staging(uint32_t rank) const { return arena_.base[rank] + arena_.layout.staging_offset(epoch_ & 1); }
+  // Sums of the own cells from `source` on.
+  uint8_t* sums(uint32_t rank, uint32_t source, uint32_t cell) const {
+    return staging(rank) + schedule::peer_slot(rank, source) * schedule::partials_bytes(k_.geometry, kElementBytes) +
+           cell * k_.tile_elements() * kElementBytes;
+  }
+  uint32_t* word(uint32_t rank, uint32_t source, uint32_t group) const {
+    return words(rank) + schedule::signal_word(source, arena_.layout.words_per_source, schedule::group_signal(group));
+  }
+  cudaError_t await(uint32_t first, uint32_t end, cudaStream_t stream) const {
+    return sm90::launch_await(k_, {words(k_.rank), arena_.layout.words_per_source, epoch_, timeout_ns_, team::stuck_report()},
+                              first, end, stream);
+  }
+
+ private:
+  uint32_t* words(uint32_t rank) const {
+    return reinterpret_cast<uint32_t*>(arena_.base[rank] + arena_.layout.signals_offset());
+  }
+
+  sm90::SignalCall const& k_;
+  team::Arena const& arena_;
+  uint32_t epoch_;
+  uint64_t timeout_ns_;
+};
+
+void push_sums(Call const& call, Landing const& landing, team::Beside& beside, cudaStream_t stream, Steps& then) {
+  sm90::SignalCall const& k = call.kernel;
+  uint32_t last = k.groups.count - 1, owners = k.geometry.ranks;
+  then(sm90::launch_sums(k, call.clusters, stream));
+  for (uint32_t group = 0; group <= last && then.well(); ++group) {
+    then(beside.await(k.finished(group), k.parts(group)));
+    uint32_t first = k.groups.begin(group);
+    size_t bytes = k.groups.size(group) * k.tile_elements() * kElementBytes;
+    for (uint32_t step = 1; step < k.ranks && then.well(); ++step) {
+      uint32_t peer = (k.rank + step) % k.ranks;
+      uint64_t tile = k.groups.slot(owners, owners == 1 ? 0 : peer, first);
+      then(beside.push(landing.sums(peer, k.rank, first), k.tiles() + tile * k.tile_elements() * kElementBytes, bytes));
+      if (then.well()) then(beside.raise(landing.word(peer, k.rank, group)));
+    }
+  }
+  if (last > 0 && then.well()) then(landing.await(0, last, stream));
+  if (last > 0 && then.well()) then(sm90::launch_finish(k, 0, last, call.multiprocessors, stream));
+  if (then.well()) then(landing.await(last, last + 1, stream));
+}
+
+void push_rows(Call const& call, Landing const& landing, team::Beside& beside, cudaStream_t stream,
+               Buffers::Optional const& gathered, Steps& then) {
+  sm90::SignalCall const& k = call.kernel;
+  schedule::Geometry const& g = k.geometry;
+  auto const* own = static_cast<uint8_t const*>(k.x);
+  size_t row_bytes = size_t(g.k) * kElementBytes, chunk = g.m_shard * row_bytes;
+  uint32_t count = k.groups.count;
+  for (uint32_t group = 0; group < count && then.well(); ++group)
+    for (uint32_t step = 1; step < k.ranks && then.well(); ++step) {
+      uint32_t peer = (k.rank + step) % k.ranks;
+      for (Piece const& piece : pieces_of(k, group)) {
+        size_t batch = piece.batch, at = piece.row * row_bytes;
+        uint8_t* to = landing.staging(peer) + (batch * k.ranks + k.rank) * chunk + at;
+        if (then.well()) then(beside.push(to, own + batch * chunk + at, piece.rows * row_bytes));
+      }
+      if (then.well()) then(beside.raise(landing.word(peer, k.rank, group)));
+    }
+  if (then.well()) then(sm90::launch_own_rows(k, call.clusters, stream));
+  for (uint32_t group = 0; group < count && then.well(); ++group) {
+    then(landing.await(group, group + 1, stream));
+    if (gathered && group + 1 == count && then.well()) then(beside.follow(stream));
+    if (then.well()) then(sm90::launch_group_rows(k, group, call.clusters, stream));
+  }
+  if (!gathered) return;
+  // All are there: the gathered x is copied beside the last matmul.
+  auto* whole = static_cast<uint8_t*>(gathered->untyped_data());
+  for (uint32_t rank = 0; rank < k.ranks && then.well(); ++rank)
+    then(rank == k.rank ? beside.copy(whole + rank * chunk, chunk * k.ranks, own, chunk, chunk, g.batch)
+                        : beside.copy(whole + rank * chunk, chunk * k.ranks, landing.staging(k.rank) + rank * chunk,
+                                      chunk * k.ranks, chunk, g.batch));
+}
+
+// The team whose arenas copy engines write to.
+team::Team* find_team(team::CliqueContext clique, SignalAttributes const& attributes, int device, std::string* why) {
+  auto communicator =
+      team::get_clique(clique, team::make_groups(attributes.groups, attributes.team_size), team::kSignalCommunicationId);
+  if (communicator) return team::Team::of(*communicator, device, why);
+  *why = communicator.error().message();
+  return nullptr;
+}
+
 template <Op op>
 ffi::Error prepare(team::CliqueContext clique, ffi::RemainingArgs, ffi::RemainingRets, SignalAttributes attributes) {
   return team::request_clique(clique, team::make_groups(attributes.groups, attributes.team_size), team::kSignalCommunicationId);
@@ -252,8 +360,16 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   if (!call) return call.error();
   auto beside = find_beside(op, clique, attributes, device);
   if (!beside) return beside.error();
-  std::string why = (*beside)->warm_up(op, counts_of(*call), call->type);
-  return why.empty() ? ffi::Error::Success() : failed(op, why, ffi::ErrorCode::kInternal);
+  std::string why;
+  if (!call->engines) {
+    why = (*beside)->warm_up(op, counts_of(*call), call->type);
+    return why.empty() ? ffi::Error::Success() : failed(op, why, ffi::ErrorCode::kInternal);
+  }
+  if (team::stuck_report() == nullptr) return failed(op, "no pinned host memory", ffi::ErrorCode::kResourceExhausted);
+  team::Team* team = find_team(clique, attributes, device, &why);
+  if (team == nullptr || team->find_or_make(call->demand, &why) == nullptr)
+    return failed(op, why, ffi::ErrorCode::kResourceExhausted);
+  return ffi::Error::Success();
 }
 
 template <Op op>
@@ -270,11 +386,30 @@ ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t devi
   sm90::SignalCall& k = call->kernel;
   k.rank = static_cast<uint32_t>(beside.rank());
 
+  team::Arena const* arena = nullptr;
+  if (call->engines) {
+    std::string why;
+    team::Team* team = find_team(clique, attributes, device, &why);
+    if (team == nullptr) return failed(op, why);
+    arena = team->find(call->demand);
+    if (arena == nullptr) return failed(op, "no arena was made in Initialize", ffi::ErrorCode::kInternal);
+  }
+
   Steps then;
   auto lock = beside.alone();
   then(cudaMemsetAsync(k.scratch, 0, schedule::kScratchHead, stream));
   if (then.well()) then(beside.follow(stream));
-  if (op == Op::kAllGatherMatmul)
+  if (arena != nullptr) {
+    Landing landing(*call, *arena, beside.next_epoch(arena));
+    if (then.well()) then(beside.stamp(landing.value()));
+    if (op == Op::kAllGatherMatmul) {
+      k.whole = landing.staging(k.rank);
+      push_rows(*call, landing, beside, stream, buffers.gathered, then);
+    } else {
+      k.landed = landing.staging(k.rank);
+      push_sums(*call, landing, beside, stream, then);
+    }
+  } else if (op == Op::kAllGatherMatmul)
     gather_groups(*call, beside, stream, buffers.gathered.has_value(), then);
   else
     sum_groups(*call, beside, stream, then);

@@ -1,5 +1,5 @@
 // Host interface of the sm_90a kernels of strategy "signal": a matmul that knows nothing of peers, and what brings summed tiles
-// to y. Who calls them moves groups of tiles, or of rows, by NCCL meanwhile: ffi/signal_handlers.cc.
+// to y. Who calls them moves groups of tiles, or of rows, by NCCL or copy engines meanwhile: ffi/signal_handlers.cc.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +10,7 @@
 #include "kernel/operands.h"
 #include "schedule/activation.h"
 #include "schedule/group_search.h"
+#include "schedule/stuck_report.h"
 
 namespace entwine::sm90 {
 
@@ -26,7 +27,8 @@ struct SignalCall {
   schedule::Groups groups;
   uint8_t* scratch;  // schedule/tile_groups.h
   void* whole;       // all-gather: all of x
-  uint32_t rank;
+  uint32_t ranks, rank;
+  uint8_t const* landed;  // sums by copy engines: schedule::landing_demand(); else null
 
   uint32_t owner() const { return op == schedule::Op::kMatmulReduceScatter ? rank : 0; }  // sums: of the tiles that become y
   uint8_t* tiles() const { return scratch + schedule::kScratchHead; }
@@ -51,6 +53,14 @@ cudaError_t launch_finish(SignalCall const& call, uint32_t first, uint32_t end, 
 // All-gather: y of the own rows; of the peers' rows of a group, which are in `whole`.
 cudaError_t launch_own_rows(SignalCall const& call, uint32_t clusters, cudaStream_t stream);
 cudaError_t launch_group_rows(SignalCall const& call, uint32_t group, uint32_t clusters, cudaStream_t stream);
+// Copy engines: until every peer has signalled groups `first` to `end`. One block, so peers that share the GPU go on.
+struct AwaitCall {
+  uint32_t const* words;  // of the own arena
+  uint32_t words_per_source, epoch;
+  uint64_t timeout_ns;
+  schedule::StuckReport* stuck;
+};
+cudaError_t launch_await(SignalCall const& call, AwaitCall const& await, uint32_t first, uint32_t end, cudaStream_t stream);
 
 // Of the .cu file.
 struct SignalVariant {
@@ -62,5 +72,7 @@ using SignalKernel = void (*)(struct SignalParams);
 SignalKernel signal_kernel(SignalVariant const& variant, int* shared_bytes);
 using FinishKernel = void (*)(struct FinishParams);
 FinishKernel finish_kernel(Operands operands);
+using AwaitKernel = void (*)(struct AwaitParams);
+AwaitKernel await_kernel();
 
 }  // namespace entwine::sm90

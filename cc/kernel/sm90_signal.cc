@@ -109,7 +109,8 @@ cudaError_t load_signal_kernels() {
     cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(finish_kernel(operands)));
     if (error != cudaSuccess) return error;
   }
-  return cudaSuccess;
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(await_kernel()));
 }
 
 cudaError_t launch_sums(SignalCall const& call, uint32_t clusters, cudaStream_t stream) {
@@ -136,6 +137,10 @@ cudaError_t launch_finish(SignalCall const& call, uint32_t first, uint32_t end, 
   p.raster = {g.chunk_rows(), g.cols(), schedule::smaller(call.raster, g.chunk_rows())};
   p.scratch = call.tiles();
   p.y = call.y;
+  p.landed = call.landed;
+  p.landed_bytes = schedule::partials_bytes(g, kElementBytes);
+  p.ranks = call.ranks;
+  p.rank = call.rank;
   p.first = call.groups.begin(first);
   p.end = call.groups.ends[end - 1];
   p.owners = g.ranks;
@@ -152,6 +157,16 @@ cudaError_t launch_finish(SignalCall const& call, uint32_t first, uint32_t end, 
   config.blockDim = dim3(kFinishThreads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, finish_kernel(call.operands), p);
+}
+
+cudaError_t launch_await(SignalCall const& call, AwaitCall const& await, uint32_t first, uint32_t end, cudaStream_t stream) {
+  AwaitParams p{await.words, await.words_per_source,         call.ranks,  call.rank,        first,
+                end,         static_cast<uint32_t>(call.op), await.epoch, await.timeout_ns, await.stuck};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(call.ranks * schedule::kMaxGroups);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, await_kernel(), p);
 }
 
 }  // namespace entwine::sm90

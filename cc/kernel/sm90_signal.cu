@@ -1,7 +1,9 @@
 // Strategy "signal" on Hopper, 16-bit operands and results: the matmul, and the last copy, which takes tiles out of their
-// groups, and images out of their swizzle, to their rows and columns in y; bias and activation on the way.
+// groups, and images out of their swizzle, to their rows and columns in y; bias and activation on the way. Where copy engines
+// have brought the peers' sums it adds them up, in rank order. And a wait for those.
 #include "kernel/signal.h"
 #include "kernel/sm90/signal_body.cuh"
+#include "kernel/sm90/wait.cuh"
 #include "schedule/tile_parts.h"
 
 namespace entwine::sm90 {
@@ -39,6 +41,12 @@ SignalKernel kernel_of(SignalVariant const& v, int* shared_bytes) {
                         : kernel_of<kTileN, false>(v.operands, shared_bytes);
 }
 
+template <class Pair>
+__device__ __forceinline__ void unpack(uint4 const& v, float (&to)[8]) {
+  float2 a = Pair::unpack(v.x), b = Pair::unpack(v.y), c = Pair::unpack(v.z), d = Pair::unpack(v.w);
+  to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y, to[4] = c.x, to[5] = c.y, to[6] = d.x, to[7] = d.y;
+}
+
 // A block copies one part of a tile at a time: images of 64 rows x 128 bytes, 16 bytes a thread, neighbours in a row of y.
 template <class Pair>
 __global__ void __launch_bounds__(kFinishThreads) sm90_signal_finish(__grid_constant__ const FinishParams p) {
@@ -46,13 +54,14 @@ __global__ void __launch_bounds__(kFinishThreads) sm90_signal_finish(__grid_cons
   static_assert(kVectors % kFinishThreads == 0, "every thread has as many of an image");
   schedule::TileParts parts{{p.tile_m, p.tile_n}};
   uint32_t images = parts.cols() / 64, units = (p.end - p.first) * schedule::kSm90Parts;
-  bool plain = p.epilogue.bias == nullptr && p.epilogue.curve == Curve::kNone;
+  bool plain = p.landed == nullptr && p.epilogue.bias == nullptr && p.epilogue.curve == Curve::kNone;
   for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     uint32_t cell = p.first + unit / schedule::kSm90Parts, part = unit % schedule::kSm90Parts;
     schedule::Raster::Cell at = p.raster.at(cell);
     uint32_t batch = at.row / p.row_blocks, first_row = (at.row - batch * p.row_blocks) * p.tile_m + parts.row(part);
     uint64_t slot = p.groups.slot(p.owners, p.owner, cell);
     uint8_t const* from = p.scratch + (slot * schedule::kSm90Parts + part) * images * kImageBytes;
+    uint8_t const* landed = p.landed + (uint64_t(cell) * schedule::kSm90Parts + part) * images * kImageBytes;
     uint16_t* to = static_cast<uint16_t*>(p.y) + uint64_t(batch) * p.m_shard * p.n;
     for (uint32_t image = 0; image < images; ++image) {
       uint4 values[kVectors / kFinishThreads];
@@ -63,13 +72,30 @@ __global__ void __launch_bounds__(kFinishThreads) sm90_signal_finish(__grid_cons
       }
 #pragma unroll
       for (uint32_t i = 0; i < kVectors / kFinishThreads; ++i) {
-        uint32_t v = threadIdx.x + i * kFinishThreads, row = first_row + v / 8;
+        uint32_t v = threadIdx.x + i * kFinishThreads, image_row = v / 8, row = first_row + image_row;
         uint32_t col = at.col * p.tile_n + parts.col(part) + image * 64 + v % 8 * 8;
         if (row >= p.m_shard || col >= p.n) continue;
         if (!plain) {
-          float2 a = Pair::unpack(values[i].x), b = Pair::unpack(values[i].y), c = Pair::unpack(values[i].z),
-                 d = Pair::unpack(values[i].w);
-          float sums[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+          float sums[8];
+          unpack<Pair>(values[i], sums);
+          if (p.landed != nullptr) {
+            float own[8];
+#pragma unroll
+            for (uint32_t j = 0; j < 8; ++j) own[j] = sums[j], sums[j] = 0;
+            uint32_t in_image = image * kImageBytes + image_row * 128 + ((v % 8 ^ (image_row & 7)) << 4);
+            for (uint32_t rank = 0; rank < p.ranks; ++rank) {
+              if (rank == p.rank) {
+#pragma unroll
+                for (uint32_t j = 0; j < 8; ++j) sums[j] += own[j];
+                continue;
+              }
+              float theirs[8];
+              uint64_t set = schedule::peer_slot(p.rank, rank) * p.landed_bytes;
+              unpack<Pair>(*reinterpret_cast<uint4 const*>(landed + set + in_image), theirs);
+#pragma unroll
+              for (uint32_t j = 0; j < 8; ++j) sums[j] += theirs[j];
+            }
+          }
           if (p.epilogue.bias != nullptr) {
 #pragma unroll
             for (uint32_t j = 0; j < 8; ++j) sums[j] += __ldg(p.epilogue.bias + col + j);
@@ -84,6 +110,24 @@ __global__ void __launch_bounds__(kFinishThreads) sm90_signal_finish(__grid_cons
   }
 }
 
+// A word is raised by a copy that the peer's stream has put behind the group's own, so its bytes are there.
+__global__ void sm90_signal_await(__grid_constant__ const AwaitParams p) {
+  __shared__ uint32_t stuck;
+  if (threadIdx.x == 0) stuck = 0;
+  __syncthreads();
+  uint32_t peer = threadIdx.x / schedule::kMaxGroups, group = threadIdx.x % schedule::kMaxGroups;
+  if (peer >= p.ranks || peer == p.rank || group < p.first || group >= p.end) return;
+  uint32_t const* word = p.words + schedule::signal_word(peer, p.words_per_source, schedule::group_signal(group));
+  uint32_t wanted = schedule::signal_value(p.epoch);
+  uint64_t start = ptx::nanoseconds();
+  for (uint32_t seen; !schedule::signal_reached(seen = ptx::load_acquire_system(word), wanted);) {
+    __nanosleep(100);
+    if (p.timeout_ns == 0 || ptx::nanoseconds() - start <= p.timeout_ns) continue;
+    if (atomicAdd(&stuck, 1) == 0) write_report(p.stuck, {0, p.op, p.rank, peer, group, 0, p.epoch, seen, wanted});
+    end_kernel();
+  }
+}
+
 }  // namespace
 
 SignalKernel signal_kernel(SignalVariant const& v, int* shared_bytes) {
@@ -93,5 +137,7 @@ SignalKernel signal_kernel(SignalVariant const& v, int* shared_bytes) {
 FinishKernel finish_kernel(Operands operands) {
   return operands == Operands::kF16 ? sm90_signal_finish<ptx::F16Pair> : sm90_signal_finish<ptx::Bf16Pair>;
 }
+
+AwaitKernel await_kernel() { return sm90_signal_await; }
 
 }  // namespace entwine::sm90

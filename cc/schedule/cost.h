@@ -59,7 +59,7 @@ constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t i
 // Strategy "resident": some multiprocessors move, each so many bytes a microsecond, and multiply when there is nothing left to
 // move; what is finished begins its way a little later. In 15 calls on two H200s a mover's CTA moved 21 to 22 KB a microsecond
 // where the link was what they waited for: half of what one stores that doesn't wait until its bytes have landed.
-constexpr double kMoverBytesPerUs = 24e3, kMoverJobUs = 0.5, kMoverUnitBytes = 98304, kMoveUs = 3;
+constexpr double kMoverBytesPerUs = 22e3, kMoverJobUs = 0.5, kMoverUnitBytes = 98304, kMoveUs = 3;
 constexpr double resident_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes, uint32_t movers) {
   TileCost tile = tile_cost(g.tile_m, g.tile_n);
   double tile_us = tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us, tiles = g.tiles();

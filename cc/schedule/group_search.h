@@ -1,7 +1,9 @@
 // How strategy "signal" cuts a call into groups, and what it should take: a pure function, the same on every rank.
 //
+// A *transfer* is what moves a group: a collective of NCCL's, or the copies of copy engines from rank to rank.
+//
 // The end of a call is predicted from the time of a wave of tiles, the link's rate, and what a collective takes however little
-// it moves. Sums: a group's collective begins when its last wave is done and the collective before it; so the earliest end of
+// it moves. Sums: a group's transfer begins when its last wave is done and the transfer before it; so the earliest end of
 // all groups up to a wave follows from the earliest ends up to the waves before, and the best cut of all is found exactly, wave
 // by wave; of the cuts that come close to it one of fewest groups. It comes out as one would wish: few waves first, so that the
 // link gets to work, more in the middle, few last, so that little is left to move after the matmul. Gathered rows: the same, a
@@ -18,34 +20,56 @@ struct GroupCost {
   uint32_t clusters;                    // that multiply
   double wave_us;                       // a tile of each
   double start_us;                      // before the first wave
-  double collective_us, bytes_per_us;   // of one collective; what a rank sends
+  double transfer_us, bytes_per_us;     // of one transfer; what a rank sends
   double launch_us;                     // a further launch of the matmul
-  double copy_bytes_per_us, finish_us;  // from scratch to y; a launch for it
+  double copy_bytes_per_us, finish_us;  // from what was moved to y; a launch for it
+  bool one_shot = false;                // an all-reduce's partial sums go to all, who add them up
 };
 
-// Multiprocessors left to NCCL: what is tried, and with how many it reaches its rate.
-constexpr uint32_t kCommSms[] = {8, 16, 24}, kNcclSms = 16;
+// What moves groups, chosen with the tile.
+struct SignalPlan {
+  uint32_t comm_sms;     // multiprocessors that the matmul leaves to NCCL; 0: copy engines move groups
+  uint32_t group_waves;  // 0: what the search finds
+  bool far;              // GPUs without peer access, which copy engines need
+
+  ENTWINE_HOST_DEVICE constexpr bool engines() const { return comm_sms == 0; }
+};
+
+// Multiprocessors left to NCCL: what is tried, and with how many it reaches its rate (its kernels have as many blocks, which
+// take a multiprocessor each). Beside a matmul that is half of what it moves alone.
+constexpr uint32_t kCommSms[] = {0, 8, 16, 24}, kNcclSms = 24;
+constexpr double kNcclBeside = 0.6;
 // NCCL through host memory, where GPUs have no peer access.
 constexpr double kFarBytesPerUs = 12e3;
 // A group: waiting for its counter, and NCCL's launch and first bytes. Then y, at memory's rate.
-constexpr double kGroupUs = 18, kMatmulLaunchUs = 6, kFinishUs = 5, kCopyBytesPerUs = 1.5e6;
+constexpr double kGroupUs = 18, kMatmulLaunchUs = 6, kFinishUs = 5, kCopyBytesPerUs = 1.8e6;
+// Copy engines take no multiprocessor and most of the link. Each peer's copy and signal, and a launch that awaits them.
+constexpr double kEngineBytesPerUs = 350e3, kEngineCopyUs = 5, kAwaitUs = 4;
 // The host executor has no clock: a machine on which small calls have several groups.
 constexpr GroupCost kHostGroupCost{4, 10, 0, 4, 1e3, 1, 1e6, 0};
 
-constexpr GroupCost sm90_group_cost(Op op, Geometry const& g, uint32_t comm_sms, uint32_t multiprocessors, bool far) {
+constexpr GroupCost sm90_group_cost(Op op, Geometry const& g, uint32_t ranks, SignalPlan const& plan,
+                                    uint32_t multiprocessors) {
   cost::TileCost tile = cost::tile_cost(g.tile_m, g.tile_n);
-  double rate = op == Op::kMatmulAllReduce ? cost::kNcclAllReduceBytesPerUs : cost::kNcclBytesPerUs;
-  if (far) rate = kFarBytesPerUs;
-  if (comm_sms < kNcclSms) rate *= double(comm_sms) / kNcclSms;
-  uint32_t left = multiprocessors > comm_sms + 2 ? (multiprocessors - comm_sms) / 2 : 1;
-  return {left,
-          tile.rest_us + ceil_div(g.k * 2, 128) * tile.k_block_us,
-          cost::kLaunchUs,
-          kGroupUs,
-          rate,
-          kMatmulLaunchUs,
-          kCopyBytesPerUs,
-          kFinishUs};
+  uint32_t left = multiprocessors > plan.comm_sms + 2 ? (multiprocessors - plan.comm_sms) / 2 : 1;
+  GroupCost c{left,
+              tile.rest_us + ceil_div(g.k * 2, 128) * tile.k_block_us,
+              cost::kLaunchUs,
+              kGroupUs,
+              (op == Op::kMatmulAllReduce ? cost::kNcclAllReduceBytesPerUs : cost::kNcclBytesPerUs) * kNcclBeside,
+              kMatmulLaunchUs,
+              kCopyBytesPerUs,
+              kFinishUs};
+  if (plan.comm_sms < kNcclSms) c.bytes_per_us *= double(plan.comm_sms) / kNcclSms;
+  if (plan.far) c.bytes_per_us = kFarBytesPerUs;
+  if (!plan.engines()) return c;
+  c.transfer_us = kEngineCopyUs * (ranks - 1) + kAwaitUs;
+  c.bytes_per_us = kEngineBytesPerUs;
+  c.launch_us += kAwaitUs;
+  c.finish_us += kAwaitUs;
+  c.copy_bytes_per_us *= 2.0 / (ranks + 1);  // every rank's sums are read
+  c.one_shot = true;
+  return c;
 }
 
 struct Grouping {
@@ -59,10 +83,11 @@ constexpr uint32_t kUnits = kMaxGroups;  // boundaries that are looked at
 constexpr double kClose = 1.01;
 
 // Bytes that a rank sends for so many cells; `ranks` are the team's.
-constexpr double sent(Op op, Geometry const& g, uint32_t ranks, double cells, uint32_t element_bytes) {
+constexpr double sent(Op op, Geometry const& g, uint32_t ranks, double cells, uint32_t element_bytes, bool one_shot) {
   if (op == Op::kAllGatherMatmul) return cells * g.tile_m * g.k * element_bytes * (ranks - 1);
   double tile = double(g.tile_m) * g.tile_n * element_bytes;
-  return op == Op::kMatmulAllReduce ? cells * tile * 2 * (ranks - 1) / ranks : cells * tile * (ranks - 1);
+  bool two_shot = op == Op::kMatmulAllReduce && !one_shot;
+  return two_shot ? cells * tile * 2 * (ranks - 1) / ranks : cells * tile * (ranks - 1);
 }
 
 // Cells that are whole after so many waves.
@@ -71,8 +96,8 @@ constexpr uint32_t whole(Geometry const& g, GroupCost const& c, uint32_t waves) 
   return static_cast<uint32_t>((tiles < most ? tiles : most) / g.ranks);
 }
 
-// The end of a collective for the cells between two boundaries, the last of which is done at `done`; the one before ends at
-// `before`.
+// The end of a transfer of the cells between two boundaries, the last of which is done at `done`; the one before ends at
+// `before`. After the last one, the end of the call: when the matmul is done all cells but its own go to y, then these.
 struct Sums {
   Op op;
   Geometry const& g;
@@ -82,9 +107,12 @@ struct Sums {
   double done[kUnits + 1] = {};
 
   double end(double before, uint32_t i, uint32_t j) const {
-    double cells = double(cell[i]) - cell[j];
-    double after = (before < done[i] ? done[i] : before) + c.collective_us + sent(op, g, ranks, cells, bytes) / c.bytes_per_us;
-    return i < units ? after : after + c.finish_us + cells * g.tile_m * g.tile_n * bytes / c.copy_bytes_per_us;
+    double cells = double(cell[i]) - cell[j], begin = before < done[i] ? done[i] : before;
+    double after = begin + c.transfer_us + sent(op, g, ranks, cells, bytes, c.one_shot) / c.bytes_per_us;
+    if (i < units) return after;
+    double to_y = double(g.tile_m) * g.tile_n * bytes / c.copy_bytes_per_us;
+    if (double others = begin + c.finish_us + cell[j] * to_y; j > 0 && others > after) after = others;
+    return after + c.finish_us + cells * to_y;
   }
 };
 
@@ -142,7 +170,7 @@ inline Grouping of_rows(Op op, Geometry const& g, GroupCost const& c, uint32_t w
   double own = c.start_us + launch(blocks * cols);
   auto rows_at = [&](uint32_t unit) { return smaller(unit * step, blocks); };
   auto there = [&](uint32_t unit, uint32_t count) {
-    return count * c.collective_us + sent(op, g, g.ranks, rows_at(unit), bytes) / c.bytes_per_us;
+    return count * c.transfer_us + sent(op, g, g.ranks, rows_at(unit), bytes, false) / c.bytes_per_us;
   };
   if (waves_a_group != 0) {
     Grouping made{{}, own};
@@ -188,23 +216,16 @@ inline Grouping make_groups(Op op, Geometry const& g, uint32_t ranks, GroupCost 
                                     : groups::of_sums(op, g, ranks, c, waves_a_group, element_bytes);
 }
 
-// What a call of this strategy does, beside the plan's tile and raster.
-struct SignalPlan {
-  uint32_t comm_sms;     // left to NCCL by the matmul
-  uint32_t group_waves;  // 0: what the search finds
-  bool far;              // GPUs without peer access
-};
-
 constexpr uint32_t kSm90Multiprocessors = 2 * kSm90Clusters;
 
 inline Grouping make_groups(Op op, Target target, Geometry const& whole, SignalPlan const& plan, uint32_t multiprocessors,
                             uint32_t element_bytes) {
   Geometry g = grouped(op, whole);
-  GroupCost c = target == Target::kHost ? kHostGroupCost : sm90_group_cost(op, g, plan.comm_sms, multiprocessors, plan.far);
+  GroupCost c = target == Target::kHost ? kHostGroupCost : sm90_group_cost(op, g, whole.ranks, plan, multiprocessors);
   return make_groups(op, g, whole.ranks, c, plan.group_waves, element_bytes);
 }
 
-// The tile and the multiprocessors for NCCL that are predicted to be the fastest; `g`'s own tile is ignored.
+// The tile and what moves groups that are predicted to be the fastest; `g`'s own tile is ignored.
 struct SignalChoice {
   TileShape tile;
   uint32_t raster;
@@ -224,6 +245,7 @@ inline SignalChoice make_signal_plan(Op op, Target target, Geometry g, bool far,
   uint32_t raster = op == Op::kMatmulReduceScatter ? 2 : op == Op::kMatmulAllReduce ? 4 : 8;  // the former of every owner's
   for (TileShape tile : kSignalTiles)
     for (uint32_t sms : kCommSms) {
+      if (sms == 0 && far) continue;
       g.tile_m = tile.m;
       g.tile_n = tile.n;
       SignalPlan plan{sms, 0, far};

@@ -1,17 +1,19 @@
-// Groups of tiles: strategy "signal", where NCCL moves whole groups of finished tiles while the matmul goes on.
+// Groups of tiles: strategy "signal", where NCCL or copy engines move whole groups of finished tiles while the matmul goes on.
 //
 //   matmul_reduce_scatter  a *cell* is a tile of every owner's chunk, at the same place in it; cells in raster order
 //   matmul_all_reduce      a cell is a tile: rows are rows, no rank owns any
 //   all_gather_matmul      a cell is a row block of every rank's chunk
 //
 // Cells are cut into groups of neighbours. Sums: tiles go to *scratch* as they are, groups one after the other, in a group the
-// owners one after the other, of an owner the cells in order. So one collective sums a group, in place, and every tile knows
-// its slot. Gathered rows have their place in the whole array at once, there is nothing to reorder.
+// owners one after the other, of an owner the cells in order. So one collective sums a group, in place, or one copy takes an
+// owner's tiles of it, and every tile knows its slot. Gathered rows have their place in the whole array at once, there is
+// nothing to reorder.
 //
 // Progress: a tile of sums waits for nobody, so every group fills up, and collectives come in the order of groups on every
 // rank. Rows that are gathered are waited for by the stream that launches their tiles, never by a tile.
 #pragma once
 
+#include "schedule/arena_layout.h"
 #include "schedule/tile_order.h"
 
 namespace entwine::schedule {
@@ -85,5 +87,14 @@ constexpr uint64_t scratch_bytes(Op op, Geometry const& g, uint32_t element_byte
     return kScratchHead + uint64_t(g.ranks) * g.chunk_tiles() * g.tile_m * g.tile_n * element_bytes;
   return kScratchHead + (gathers ? 0 : uint64_t(g.ranks) * g.batch * g.m_shard * g.k * element_bytes);
 }
+
+// What copy engines bring lies in an arena: of sums one set of the own cells' tiles for each peer, cells in order; of rows the
+// whole x but for the own ones. A peer signals group by group.
+constexpr ArenaDemand landing_demand(Op op, Geometry const& g, uint32_t ranks, uint32_t element_bytes) {
+  bool gather = op == Op::kAllGatherMatmul;
+  uint64_t of_peer = gather ? chunk_bytes(g, element_bytes) : partials_bytes(g, element_bytes);
+  return {kMaxGroups, round_up(of_peer * (gather ? ranks : ranks - 1), 1024)};
+}
+ENTWINE_HOST_DEVICE constexpr uint32_t group_signal(uint32_t group) { return group; }
 
 }  // namespace entwine::schedule

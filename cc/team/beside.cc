@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "team/device_scope.h"
+#include "team/first_epoch.h"
 
 namespace entwine::team {
 namespace {
@@ -25,17 +26,26 @@ std::string cuda(char const* what, cudaError_t error) {
   return error == cudaSuccess ? "" : std::string(what) + ": " + cudaGetErrorString(error);
 }
 
-using WaitValue = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+using ValueFunction = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
 
 // Through the runtime, as nothing links the driver's library.
-WaitValue wait_value() {
-  static WaitValue const function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &found, 12000, cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<WaitValue>(found) : nullptr;
-  }();
+ValueFunction value_function(char const* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<ValueFunction>(found) : nullptr;
+}
+ValueFunction wait_value() {
+  static ValueFunction const function = value_function("cuStreamWaitValue32");
   return function;
+}
+ValueFunction write_value() {
+  static ValueFunction const function = value_function("cuStreamWriteValue32");
+  return function;
+}
+
+std::string driver(char const* what, CUresult result) {
+  return result == CUDA_SUCCESS ? "" : std::string(what) + ": CUDA error " + std::to_string(static_cast<int>(result));
 }
 
 }  // namespace
@@ -56,7 +66,8 @@ Beside* Beside::of(NcclComm communicator, int device, std::string* why) {
 
 std::string Beside::start() {
   if (!nccl_->moves_groups()) return "NCCL " + dotted(nccl_->version) + " at " + nccl_->path + " lacks a collective";
-  if (wait_value() == nullptr) return "the driver has no cuStreamWaitValue32: update it, or pass strategy=\"xla\"";
+  if (wait_value() == nullptr || write_value() == nullptr)
+    return "the driver has no cuStreamWaitValue32 and cuStreamWriteValue32: update it, or pass strategy=\"xla\"";
   int count = nccl_->comm_count(communicator_, &size_), user = nccl_->comm_user_rank(communicator_, &rank_);
   if (count != 0 || user != 0)
     return std::string("XLA's communicator can't be read: ") + nccl_->error_string(count != 0 ? count : user);
@@ -69,6 +80,7 @@ std::string Beside::start() {
   for (cudaEvent_t& event : events_)
     if (why.empty()) why = cuda("an event", cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   if (why.empty()) why = cuda("memory", cudaMalloc(reinterpret_cast<void**>(&vote_), sizeof(int)));
+  if (why.empty()) why = cuda("memory", cudaMalloc(reinterpret_cast<void**>(&stamp_), sizeof(uint32_t)));
   return why;
 }
 
@@ -135,8 +147,8 @@ std::string Beside::join(cudaStream_t main, uint32_t event) {
 }
 
 std::string Beside::await(uint32_t const* counter, uint32_t value) {
-  CUresult result = wait_value()(stream_, reinterpret_cast<CUdeviceptr>(counter), value, CU_STREAM_WAIT_VALUE_GEQ);
-  return result == CUDA_SUCCESS ? "" : "cuStreamWaitValue32: CUDA error " + std::to_string(static_cast<int>(result));
+  return driver("cuStreamWaitValue32",
+                wait_value()(stream_, reinterpret_cast<CUdeviceptr>(counter), value, CU_STREAM_WAIT_VALUE_GEQ));
 }
 
 std::string Beside::sum(void* tiles, size_t count, int type) {
@@ -159,6 +171,21 @@ std::string Beside::pieces(bool begin) {
 std::string Beside::exchange(void const* own, void* theirs, size_t count, int type, int peer) {
   std::string why = done("ncclSend", nccl_->send(own, count, type, peer, communicator_, stream_));
   return why.empty() ? done("ncclRecv", nccl_->recv(theirs, count, type, peer, communicator_, stream_)) : why;
+}
+
+uint32_t Beside::next_epoch(Arena const* arena) { return epochs_.try_emplace(arena, first_epoch()).first->second++; }
+
+std::string Beside::stamp(uint32_t value) {
+  return driver("cuStreamWriteValue32",
+                write_value()(stream_, reinterpret_cast<CUdeviceptr>(stamp_), value, CU_STREAM_WRITE_VALUE_DEFAULT));
+}
+
+std::string Beside::push(void* to, void const* from, size_t bytes) {
+  return cuda("a group's copy", cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_));
+}
+
+std::string Beside::raise(uint32_t* word) {
+  return cuda("a group's signal", cudaMemcpyAsync(word, stamp_, sizeof *word, cudaMemcpyDeviceToDevice, stream_));
 }
 
 std::string Beside::copy(void* to, size_t to_pitch, void const* from, size_t from_pitch, size_t bytes, size_t rows) {

@@ -1,10 +1,15 @@
-// A second stream of a device, on which NCCL moves groups beside the matmul on XLA's stream (strategy "signal").
+// A second stream of a device, on which NCCL or copy engines move groups beside the matmul on XLA's stream (strategy "signal").
 //
 // One for each communicator, which serves this strategy alone, and on which all collectives are enqueued on this one stream, in
 // the order of calls: the same on all ranks, since XLA locks a clique for a run. Nothing here blocks the host but the first
 // collective of its kind and size, and that is made in Initialize.
 //
-// A group's collective follows a wait of the stream itself (cuStreamWaitValue32) for the group's counter. No kernel that spins:
+// Copy engines write into the peers' arenas, and signal with a copy of the call's number behind each group's own. Epochs are
+// counted here, arena by arena: such calls aren't recorded into CUDA graphs, so the host sees each of them. A half of staging
+// is written again two calls later, as arena_layout.h has it: a rank's copies follow its stream, which has waited for all
+// peers' signals of the call before.
+//
+// A group's transfer follows a wait of the stream itself (cuStreamWaitValue32) for the group's counter. No kernel that spins:
 // it would take a multiprocessor that NCCL is waiting for, and poll through the same L2 as the matmul. And no bound is needed,
 // as what is waited for is the own device's matmul, which is enqueued before and waits for nobody.
 #pragma once
@@ -12,6 +17,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -19,6 +25,7 @@
 #include <vector>
 
 #include "schedule/tile_groups.h"
+#include "team/arena.h"
 #include "team/nccl.h"
 
 namespace entwine::team {
@@ -60,6 +67,13 @@ class Beside {
   // Own rows to their place in what is gathered.
   std::string copy(void* to, size_t to_pitch, void const* from, size_t from_pitch, size_t bytes, size_t rows);
 
+  // Copy engines: the number of a call on this arena, then its copies, each of which may be to a peer's memory, and its
+  // signals.
+  uint32_t next_epoch(Arena const* arena);
+  std::string stamp(uint32_t value);
+  std::string push(void* to, void const* from, size_t bytes);
+  std::string raise(uint32_t* word);
+
   static constexpr int kF16 = 6, kBf16 = 9;  // NCCL's types
 
  private:
@@ -75,8 +89,10 @@ class Beside {
   int rank_ = 0, size_ = 0;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t forked_ = nullptr, events_[schedule::kMaxGroups + 1] = {};
-  int* vote_ = nullptr;  // device memory
+  int* vote_ = nullptr;        // device memory
+  uint32_t* stamp_ = nullptr;  // the same: what signals are copies of
   std::mutex mutex_;
+  std::map<Arena const*, uint32_t> epochs_;  // of the next call
   std::set<std::pair<schedule::Op, size_t>> warm_;
 };
 

@@ -74,6 +74,16 @@ void good_calls_decode() {
   }
 }
 
+void copy_engines_are_for_gpus_that_see_each_other() {
+  Call call(Op::kMatmulAllReduce);
+  call.attributes.comm_sms = 0;
+  auto found = call.decode(schedule::Target::kSm90);
+  CHECK(found.has_value() && found->plan.engines());
+  CHECK(!call.decode(schedule::Target::kHost).has_value());
+  call.attributes.far = 1;
+  CHECK(!call.decode(schedule::Target::kSm90).has_value());
+}
+
 void bad_calls_are_named() {
   std::vector<std::pair<std::function<void(Call&)>, std::string>> faults = {
       {[](Call& c) { c.has_scratch = false; }, "second result must be scratch"},
@@ -153,6 +163,7 @@ void any_numbers_decode_or_are_refused() {
 
 int main() {
   return check::run({{"good calls decode", entwine::good_calls_decode},
+                     {"copy engines are for GPUs that see each other", entwine::copy_engines_are_for_gpus_that_see_each_other},
                      {"bad calls are named", entwine::bad_calls_are_named},
                      {"any numbers decode or are refused", entwine::any_numbers_decode_or_are_refused}});
 }

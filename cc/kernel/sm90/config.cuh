@@ -65,14 +65,15 @@ struct Shared {
   static constexpr int kTileSlot = kPieceLoaded + 8 * C::kPieces;
   static constexpr int kFirstClaim = kTileSlot + 4, kEpoch = kTileSlot + 8;
   // Strategy "resident": mover.cuh.
-  static constexpr int kMoverSlots = 6, kMoverSlotBytes = 32768, kMoverNoteBytes = 32;
+  static constexpr int kMoverSlots = 6, kMoverSlotBytes = 32768, kMoverWayBytes = 32, kMoverNoteCount = 16;
   static constexpr int kSmallSlotBytes = C::kPieces * int(kPieceBytes) / kMoverSlots / 1024 * 1024;
   static_assert(kMoverSlots * kMoverSlotBytes <= kBarriers, "a wide ring takes the place of all that tiles need");
   static constexpr int kMoverLoaded = kTileSlot + 16;
   static constexpr int kMoverTold = kMoverLoaded + 8 * kMoverSlots;
   static constexpr int kMoverWord = kMoverTold + 8;
-  static constexpr int kMoverNotes = kMoverWord + 8;
-  static constexpr int kBytes = kMoverNotes + kMoverSlots * kMoverNoteBytes;
+  static constexpr int kMoverWays = kMoverWord + 8;
+  static constexpr int kMoverNotes = kMoverWays + kMoverSlots * kMoverWayBytes;
+  static constexpr int kBytes = kMoverNotes + kMoverNoteCount * 8;
   static constexpr int kAllocated = kBytes + 1024;  // room to align the base
   static_assert(kAllocated <= kSharedLimit, "shared memory of one CTA");
 
@@ -101,7 +102,11 @@ struct Shared {
   __device__ __forceinline__ uint32_t epoch() const { return base + kEpoch; }
   // Mover, to itself: a slot's bytes have come; and what becomes of them. One CTA to the other: mover.cuh.
   __device__ __forceinline__ uint32_t mover_loaded(uint32_t slot) const { return base + kMoverLoaded + 8 * slot; }
-  __device__ __forceinline__ uint32_t mover_note(uint32_t slot) const { return base + kMoverNotes + kMoverNoteBytes * slot; }
+  __device__ __forceinline__ uint32_t mover_way(uint32_t slot) const { return base + kMoverWays + kMoverWayBytes * slot; }
+  // Of the ring's so many'th load.
+  __device__ __forceinline__ uint32_t mover_note(uint32_t number) const {
+    return base + kMoverNotes + 8 * (number % kMoverNoteCount);
+  }
   __device__ __forceinline__ uint32_t mover_told() const { return base + kMoverTold; }
   __device__ __forceinline__ uint32_t mover_word() const { return base + kMoverWord; }
   // Pusher or collector, to itself: a piece has come.

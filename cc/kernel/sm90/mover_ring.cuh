@@ -1,9 +1,9 @@
 // A ring of shared memory through which one thread moves bytes, from its own GPU's memory to anywhere, all of it asynchronous.
 //
-// A slot is loaded, stored when its bytes have come, and free when they have landed: then its note is delivered. Notes lie in
-// shared memory, for a single thread has few registers. `kAhead` loads are under way before the first store, which leaves
-// kSlots - kAhead slots to stores: what fills a link is bytes on it, its rate times its latency, some 128 KB for one of eight
-// movers.
+// A slot is loaded, stored when its bytes have come, and free when they have been read; they land later, and then its note is
+// delivered. Notes lie in shared memory, for a single thread has few registers. `kAhead` loads are under way before the first
+// store. Up to `kLanding` stores have yet to land: what fills a link is bytes on it, its rate times its latency, more than a
+// ring's slots hold.
 #pragma once
 
 #include "kernel/ptx/tma.cuh"
@@ -25,47 +25,46 @@ class MoverRing {
   template <class Landed>
   __device__ __forceinline__ void move(uint8_t const* from, uint8_t* to, uint8_t* copy, uint32_t bytes, uint64_t note,
                                        Landed landed) {
-    if (loaded_ >= kSlots) {
-      ptx::bulk_wait<kSlots - 1 - kAhead>();  // what this slot held has landed
-      deliver(slot_, landed);
-    }
-    uint32_t at = shared_.mover_note(slot_);
+    if (loaded_ >= kSlots) ptx::bulk_wait_read<kSlots - 1 - kAhead>();  // the slot's last store has left it
+    uint32_t at = shared_.mover_way(slot_);
     ptx::store_shared_64(at, reinterpret_cast<uint64_t>(to));
     ptx::store_shared_64(at + 8, reinterpret_cast<uint64_t>(copy));
-    ptx::store_shared_64(at + 16, note);
-    ptx::store_shared(at + 24, bytes);
+    ptx::store_shared(at + 16, bytes);
+    ptx::store_shared_64(shared_.mover_note(loaded_), note);
     ptx::mbarrier_arrive_expect(shared_.mover_loaded(slot_), bytes);
     ptx::bulk_load(memory_ + slot_ * slot_bytes_, from, bytes, shared_.mover_loaded(slot_));
     ++loaded_;
     if (++slot_ == kSlots) slot_ = 0;
-    if (loaded_ - stored_ > kAhead) store();
+    if (loaded_ - stored_ > kAhead) store(landed);
   }
 
   // Until all has landed and all notes are delivered. The ring begins anew then.
   template <class Landed>
   __device__ __forceinline__ void drain(Landed landed) {
-    while (stored_ != loaded_) store();
+    while (stored_ != loaded_) store(landed);
     ptx::bulk_wait<0>();
-    uint32_t held = schedule::smaller(loaded_, kSlots), slot = slot_ >= held ? slot_ - held : slot_ + kSlots - held;
-    for (uint32_t i = 0; i < held; ++i) {
-      deliver(slot, landed);
-      if (++slot == kSlots) slot = 0;
-    }
+    for (uint32_t i = schedule::smaller(stored_, kLanding); i != 0; --i) deliver(stored_ - i, landed);
     loaded_ = stored_ = 0;
   }
 
  private:
-  static constexpr uint32_t kSlots = Shared<C>::kMoverSlots, kAhead = 2;
+  static constexpr uint32_t kSlots = Shared<C>::kMoverSlots, kAhead = 2, kLanding = 8;
+  static_assert(kLanding + kAhead < Shared<C>::kMoverNoteCount, "a note is delivered before its place is taken");
 
   template <class Landed>
-  __device__ __forceinline__ void deliver(uint32_t slot, Landed landed) const {
-    uint64_t note = ptx::load_shared_64(shared_.mover_note(slot) + 16);
+  __device__ __forceinline__ void deliver(uint32_t number, Landed landed) const {
+    uint64_t note = ptx::load_shared_64(shared_.mover_note(number));
     if (note != 0) landed(note);
   }
 
   // The oldest slot that isn't stored yet, as a bulk group of its own.
-  __device__ __forceinline__ void store() {
-    uint32_t at = shared_.mover_note(out_), from = memory_ + out_ * slot_bytes_, bytes = ptx::load_shared(at + 24);
+  template <class Landed>
+  __device__ __forceinline__ void store(Landed landed) {
+    if (stored_ >= kLanding) {
+      ptx::bulk_wait<kLanding - 1>();
+      deliver(stored_ - kLanding, landed);
+    }
+    uint32_t at = shared_.mover_way(out_), from = memory_ + out_ * slot_bytes_, bytes = ptx::load_shared(at + 16);
     uint64_t copy = ptx::load_shared_64(at + 8);
     ptx::mbarrier_wait(shared_.mover_loaded(out_), phase_);
     ptx::bulk_store(reinterpret_cast<uint8_t*>(ptx::load_shared_64(at)), from, bytes);

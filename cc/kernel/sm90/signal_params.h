@@ -28,11 +28,24 @@ struct FinishParams {
   schedule::Raster raster;
   uint8_t const* scratch;
   void* y;
-  uint32_t first, end;  // cells
+  uint8_t const* landed;  // the peers' sums of the own cells; null: NCCL has added them up in scratch
+  uint64_t landed_bytes;  // of each peer's
+  uint32_t ranks, rank;   // of the team
+  uint32_t first, end;    // cells
   uint32_t owners, owner;
   uint32_t tile_m, tile_n;
   uint32_t row_blocks, m_shard, n;
   Epilogue epilogue;
+};
+
+// A wait for the peers' signals of groups `first` to `end`: a thread for each.
+struct AwaitParams {
+  uint32_t const* words;  // the own arena's
+  uint32_t words_per_source;
+  uint32_t ranks, rank, first, end;
+  uint32_t op, epoch;
+  uint64_t timeout_ns;  // 0: none
+  schedule::StuckReport* stuck;
 };
 
 }  // namespace entwine::sm90

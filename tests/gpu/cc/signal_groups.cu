@@ -20,14 +20,15 @@ using sm90::SignalCall;
 struct Setup {
   Op op;
   Operands operands;
-  bool transposed_w, finishes;
+  bool transposed_w, finishes, engines;
   schedule::TileShape tile;
   uint32_t waves;     // a group; 0: what the search finds
   uint32_t clusters;  // that multiply
 };
 
 struct Buffers {
-  uint8_t *x, *w, *scratch, *summed, *whole, *theirs;
+  uint8_t *x, *w, *scratch, *summed, *whole, *theirs, *landed;
+  uint32_t* words;
   float *bias, *want;
   Guarded y;
   Verdict* verdict;
@@ -53,6 +54,9 @@ __global__ void add_up(Everyones from, uint64_t first, uint64_t count, bool f16,
   }
 }
 
+// The last there is: signals wrap around.
+constexpr uint32_t kEpoch = ~0u, kValue = schedule::signal_value(kEpoch);
+
 class Case {
  public:
   Case(EmulatedTeam& team, Setup const& setup, Geometry const& shape, uint32_t seed)
@@ -62,7 +66,8 @@ class Case {
     if (s_.op == Op::kMatmulAllReduce)
       g_ = schedule::all_reduce_geometry(g_.ranks, g_.ranks * g_.batch * g_.m_shard - 1, g_.n, g_.k, g_.tile_m, g_.tile_n,
                                          schedule::chunk_unit(schedule::Target::kSm90));
-    groups_ = schedule::make_groups(s_.op, schedule::Target::kSm90, g_, {2, s_.waves, false}, 2 * s_.clusters + 2, 2).groups;
+    schedule::SignalPlan plan{s_.engines ? 0u : 2u, s_.waves, false};
+    groups_ = schedule::make_groups(s_.op, schedule::Target::kSm90, g_, plan, 2 * s_.clusters + plan.comm_sms, 2).groups;
   }
 
   std::string fault() {
@@ -71,6 +76,8 @@ class Case {
     team_.finish();
     if (gather())
       team_.each([&](Rank& rank) { gather_rows(rank, buffers_[rank.number]); });
+    else if (s_.engines)
+      push_tiles();
     else
       sum_tiles();
     std::string fault;
@@ -85,7 +92,8 @@ class Case {
   bool f16() const { return s_.operands == Operands::kF16; }
   std::string name() const {
     return std::string("signal ") + schedule::op_name(s_.op) + (f16() ? ", f16" : ", bf16") + (s_.transposed_w ? ", w.T" : "") +
-           (s_.finishes ? ", bias and relu" : "") + ", " + to_string(g_) + ", " + std::to_string(groups_.count) + " groups";
+           (s_.finishes ? ", bias and relu" : "") + (s_.engines ? ", copy engines, " : ", ") + to_string(g_) + ", " +
+           std::to_string(groups_.count) + " groups";
   }
 
   SignalCall call(Rank const& rank, Buffers const& b) const {
@@ -103,7 +111,9 @@ class Case {
     c.groups = groups_;
     c.scratch = b.scratch;
     c.whole = b.whole;
+    c.ranks = team_.size();
     c.rank = rank.number;
+    if (s_.engines && !gather()) c.landed = b.landed;
     return c;
   }
 
@@ -120,6 +130,9 @@ class Case {
     b.summed = pool.take(scratch);
     b.whole = pool.take(x_bytes * g_.ranks);
     b.theirs = pool.take(x_bytes);
+    schedule::ArenaDemand landing = schedule::landing_demand(s_.op, whole, team_.size(), 2);
+    b.landed = pool.take(gather() ? 16 : landing.staging_half);
+    b.words = reinterpret_cast<uint32_t*>(pool.take(uint64_t{landing.words_per_source} * team_.size() * 4));
     b.bias = reinterpret_cast<float*>(pool.take(uint64_t{g_.n} * 4));
     b.want = reinterpret_cast<float*>(pool.take(uint64_t{count} * 4));
     b.y = {pool.take(uint64_t{count} * 2 + 2 * kGuardBytes), uint64_t{count} * 2 + 2 * kGuardBytes};
@@ -154,6 +167,39 @@ class Case {
       uint32_t last = groups_.count - 1;
       c.scratch = buffers_[rank.number].summed;
       if (last > 0) CHECK_CUDA(sm90::launch_finish(c, 0, last, rank.multiprocessors, rank.stream));
+      CHECK_CUDA(sm90::launch_finish(c, last, groups_.count, rank.multiprocessors, rank.stream));
+    });
+  }
+
+  // Each rank's groups go to their owners, or to all, with a signal behind each; the finishing kernel adds them up.
+  void push_tiles() {
+    team_.each([&](Rank& rank) {
+      SignalCall c = call(rank, buffers_[rank.number]);
+      CHECK_CUDA(sm90::launch_sums(c, s_.clusters, rank.stream));
+      Geometry const& g = c.geometry;
+      uint64_t tile_bytes = c.tile_elements() * 2, set = schedule::partials_bytes(g, 2);
+      for (uint32_t group = 0; group < groups_.count; ++group)
+        for (uint32_t peer = 0; peer < team_.size(); ++peer) {
+          if (peer == rank.number) continue;
+          Buffers const& theirs = buffers_[peer];
+          uint32_t first = groups_.begin(group), source = rank.number;
+          uint8_t* to = theirs.landed + schedule::peer_slot(peer, source) * set + first * tile_bytes;
+          uint8_t const* from = c.tiles() + groups_.slot(g.ranks, g.ranks == 1 ? 0 : peer, first) * tile_bytes;
+          CHECK_CUDA(cudaMemcpyAsync(to, from, groups_.size(group) * tile_bytes, cudaMemcpyDeviceToDevice, rank.stream));
+          uint32_t* word = theirs.words + schedule::signal_word(source, schedule::kMaxGroups, schedule::group_signal(group));
+          CHECK_CUDA(cudaMemcpyAsync(word, &kValue, 4, cudaMemcpyHostToDevice, rank.stream));
+        }
+    });
+    team_.finish();
+    team_.each([&](Rank& rank) {
+      SignalCall c = call(rank, buffers_[rank.number]);
+      uint32_t last = groups_.count - 1;
+      sm90::AwaitCall await{buffers_[rank.number].words, schedule::kMaxGroups, kEpoch, 0, nullptr};
+      if (last > 0) {
+        CHECK_CUDA(sm90::launch_await(c, await, 0, last, rank.stream));
+        CHECK_CUDA(sm90::launch_finish(c, 0, last, rank.multiprocessors, rank.stream));
+      }
+      CHECK_CUDA(sm90::launch_await(c, await, last, last + 1, rank.stream));
       CHECK_CUDA(sm90::launch_finish(c, last, groups_.count, rank.multiprocessors, rank.stream));
     });
   }
@@ -219,7 +265,8 @@ void signal_groups(EmulatedTeam& team) {
               bool another = clusters == 1 || shape.batch == 1;  // than the one of each kernel
               if ((each_once() && another) || out_of_time()) continue;
               ++seed;
-              Setup setup{op, operands, transposed_w, seed % 2 == 0, tile, seed % 3, clusters};
+              bool engines = operands == Operands::kBf16 ? transposed_w : seed % 4 < 2;
+              Setup setup{op, operands, transposed_w, seed % 2 == 0, engines, tile, seed % 3, clusters};
               if (fault.empty()) fault = Case(team, setup, shape, seed).fault();
               ++calls;
             }
