@@ -15,7 +15,8 @@ All devices of this process are one team. What is timed, and why it is a fair ti
   range as the spread; ratios are computed within each round, and the median of those is reported: rounds.py.
 * Interleaved this way, in this process: ours, XLA, XLA's dot alone (`gemm`, cuBLAS where XLA picks that) and the link
   alone (the row's bytes by copy engine, all directions at once: link.py). `bound` is the larger of the last two.
-* Suite strategies has a row for each of our strategies, whatever --strategy says, all from the same rounds.
+* Suite strategies has a row for each of our strategies, whatever --strategy says, all from the same rounds, and one for
+  auto: `over_best` is auto over the one of them that was the fastest.
 * Rows of float8 (suites fp8 and decode_fp8) have ours in bfloat16 beside them, in the same rounds: `ours_over_bf16`.
   Their w is stored (n, k), so that nobody transposes; XLA's are dots of float8 too.
 * Peers that need a process of their own run afterwards on the same machine, one after the other, and measure the GEMM
@@ -64,7 +65,7 @@ from benchmarks.shapes import (
 PEERS = ("xla", *peers.MODULES)
 STRATEGIES = ("fused", "resident", "signal", "auto")
 # All of them take part in the suite of that name.
-SIDE_BY_SIDE = ("fused", "resident", "signal")
+SIDE_BY_SIDE = ("fused", "resident", "signal", "auto")
 
 
 def progress(text: str) -> None:
@@ -195,6 +196,7 @@ def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone
                 "ours_over_gemm": rounds.paired(ours, ms["gemm"]),
                 "ours_over_xla": rounds.paired(ours, ms["xla"]),
                 **(_beside_bf16(ours, ms["bf16"]) if shape.float8 else {}),
+                **(_beside_best(ms) if suite == "strategies" and strategy == "auto" else {}),
                 "error": errors[strategy],
                 "peers": {},
                 "peer_details": {},
@@ -215,6 +217,12 @@ def measure(shape: Shape, suite: str, mesh: Mesh, settings: Settings, link_alone
 
 def _beside_bf16(ours: Sequence[float], bf16: Sequence[float]) -> dict[str, float]:
     return {"bf16_ms": statistics.median(bf16), "ours_over_bf16": rounds.paired(ours, bf16)}
+
+
+def _beside_best(ms: dict[str, list[float]]) -> dict[str, Any]:
+    """Of auto, beside the fastest of our strategies."""
+    best = min((name for name in SIDE_BY_SIDE if name != "auto"), key=lambda name: statistics.median(ms[name]))
+    return {"best": best, "over_best": rounds.paired(ms["auto"], ms[best])}
 
 
 def _over_bf16(row: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ def signals(base: Plan | None) -> list[Plan]:
     """Plans of strategy "signal": the model's, by copy engines where it may be, and with shares of the GPU for NCCL."""
     if base is None:
         return []
-    shares = () if base.target != "sm90" else (8, 16, 24) if base.far else (0, 16, 24)
+    shares = () if base.target != "sm90" else (8, 16, 24) if base.far else (0, 24)
     others = (dataclasses.replace(base, comm_sms=sms, engines=sms == 0) for sms in shares if sms != base.comm_sms)
     return [base, *others]
 

@@ -81,16 +81,22 @@ def test_strategies_side_by_side(tmp_path, capsys):
     arguments = ["--out", str(out), "--tiny", "--platform", "cpu", "--suite", "strategies"]
     collective_matmul.main(arguments)
     rows = json.loads(out.read_text())["rows"]
+    named = (("fused", "fused"), ("resident", "resident"), ("signal", "signal"), ("auto", "xla"))
     assert [(row["suite"], row["strategy"], row["chosen"]) for row in rows] == [
-        ("strategies", name, name) for _ in shapes.TINY for name in ("fused", "resident", "signal")
+        ("strategies", *both) for _ in shapes.TINY for both in named
     ]
+    assert all((row["strategy"] == "auto") == (row.get("over_best", 0) > 0) for row in rows)
     found = report.blocks(json.loads(out.read_text()))
     assert found.keys() == {"strategies"} and found["strategies"].count("| 96, 40, 24 |") == 3
     row = ROW | {"suite": "strategies"}
     results = results_of(ROW, row, row | {"strategy": "signal", "ours_ms": 0.45, "ours_over_xla": 0.4})
     table = report.blocks(results)["strategies"]
     assert "| 0.500 | **0.450** | 1.000 | 0.400 | 0.152 | **2.08** | **2.50** |" in table
-    assert "fused 2.08x, signal 2.50x" in table
+    assert "fused 2.08x, signal 2.50x" in table and "*auto*" not in table
+    auto = row | {"strategy": "auto", "best": "fused", "over_best": 1.015}
+    table = report.blocks(results_of(row, auto))["strategies"]
+    assert "*auto* over the fastest of the others in the same rounds: 1.015 in the mean, 1.015 at" in table
+    assert "| **0.500** | 0.500 |" in table
     assert report.blocks(results)["benchmark"] == report.blocks(results_of(ROW))["benchmark"]
     assert "signal" not in report.blocks(results)["benchmark-losing"]
 
