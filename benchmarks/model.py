@@ -5,7 +5,8 @@ python -m benchmarks.model FILE.json --predict                     writes predic
 python -m benchmarks.model FILE.json --update docs/performance.md  rewrites the blocks `model` and `predicted` there
 python -m benchmarks.model FILE.json --check docs/performance.md   fails if these aren't what it would write
 
-The block `model` is of FILE.json, `predicted` of predicted.json beside it. No GPU is needed: `entwine_jax.cost_model`
+The block `model` is of FILE.json, `strategies-model` of FILE_strategies.json beside it, if that is there, and
+`predicted` of predicted.json. No GPU is needed: `entwine_jax.cost_model`
 simulates them.
 """
 
@@ -45,14 +46,24 @@ ASSUMPTIONS = (
 
 
 def as_measured(row: Row) -> tuple[float, float]:
-    """Microseconds, fused by the row's own plan, and XLA."""
-    plan = row["plan"]
-    names = ("tile_m", "tile_n", "raster", "lead", "transport", "pushers", "copiers")
-    config = Config(few_rows=True) if plan["few_rows"] else Config(**{name: plan[name] for name in names})
-    machine = OLD_PUSHERS.get(plan["pushers"]) if row["op"] == "all_gather_matmul" else None
+    """Microseconds, of the row's strategy by the row's own plan, and XLA."""
+    plan, strategy = row["plan"], row["strategy"]
+    machine = OLD_PUSHERS.get(plan["pushers"]) if (row["op"], strategy) == ("all_gather_matmul", "fused") else None
     sizes = (row["m"], row["n"], row["k"], row["ranks"])
-    costs = entwine_jax.cost_model(row["op"], *sizes, dtype=row["dtype"], config=config, machine=machine)
-    return costs["fused"].us, costs["xla"].us
+    costs = entwine_jax.cost_model(row["op"], *sizes, dtype=row["dtype"], config=_config(plan), machine=machine)
+    return costs[strategy].us, costs["xla"].us
+
+
+def _config(plan: dict[str, Any]) -> Config:
+    """That makes this plan."""
+    if plan["few_rows"]:
+        return Config(few_rows=True)
+    tiles: dict[str, Any] = {name: plan[name] for name in ("tile_m", "tile_n", "raster")}
+    if plan.get("engines") or plan.get("comm_sms"):
+        return Config(**tiles, comm_sms=plan["comm_sms"], group_waves=plan["group_waves"] or None)
+    if plan.get("movers"):
+        return Config(**tiles, lead=plan["lead"], comm_sms=2 * plan["movers"])
+    return Config(**tiles, **{name: plan[name] for name in ("lead", "transport", "pushers", "copiers")})
 
 
 def mean_error(ratios: Sequence[float]) -> float:
@@ -89,6 +100,35 @@ def compared(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compared_strategies(results: dict[str, Any]) -> str:
+    """The block `strategies-model`: all three by their own plans."""
+    shapes: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}  # milliseconds, measured and predicted
+    for row in results["rows"]:
+        if row["strategy"] != "auto":
+            of_shape = shapes.setdefault((TITLES[row["op"]], label(row)), {})
+            of_shape[row["strategy"]] = row["ours_ms"], as_measured(row)[0] * 1e-3
+    names = list(dict.fromkeys(name for each in shapes.values() for name in each))
+    errors = []
+    for name in names:
+        ratios = {shape: each[name][1] / each[name][0] for shape, each in shapes.items() if name in each}
+        worst = max(ratios, key=lambda shape: abs(math.log(ratios[shape])))
+        mean = 100 * mean_error([*ratios.values()])
+        errors.append(f"*{name}* {mean:.1f} %, {percent(ratios[worst])} at the worst ({' '.join(worst)})")
+    lines = [
+        f"In the geometric mean of {len(shapes)} shapes the model misses {'; '.join(errors)}.",
+        "",
+        markdown_row(["op", "m, n, k of one rank", *(each for name in names for each in (name, "predicted", ""))]),
+        markdown_row(["---", "---", *["---:"] * (3 * len(names))]),
+    ]
+    for shape, each in shapes.items():
+        cells: list[str] = []
+        for name in names:
+            ours, us = each[name]
+            cells += [milliseconds(ours), milliseconds(us), percent(us / ours)]
+        lines.append(markdown_row([*shape, *cells]))
+    return "\n".join(lines) + "\n"
+
+
 def predict() -> dict[str, Any]:
     """All suites for all teams."""
     rows = []
@@ -100,7 +140,8 @@ def predict() -> dict[str, Any]:
 def _numbers(plan: Any) -> dict[str, Any]:
     """Of a fused plan, without what only the other strategies know."""
     fields = dataclasses.asdict(plan)
-    return {name: fields[name] for name in fields if name not in ("comm_sms", "group_waves", "far", "movers")}
+    others = ("comm_sms", "engines", "group_waves", "far", "movers")
+    return {name: fields[name] for name in fields if name not in others}
 
 
 def _predicted(suite: str, shape: Shape, ranks: int) -> Row:
@@ -190,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(text, file=sys.stderr)
         return
     found = {"model": compared(json.loads(options.results.read_text()))}
+    strategies = options.results.with_name(f"{options.results.stem}_strategies.json")
+    if strategies.exists():
+        found["strategies-model"] = compared_strategies(json.loads(strategies.read_text()))
     if beside.exists():
         found["predicted"] = predictions(json.loads(beside.read_text()))
     if not options.update and not options.check:

@@ -8,6 +8,7 @@ from ._float8 import float8_all_gather_matmul, float8_matmul_all_reduce, float8_
 from ._matmul import collective_matmul
 from ._memory import ArenaMemory, MemoryStats, memory_stats
 from ._ops import all_gather_matmul
+from ._simulate import SimulatedCall, simulate_tiles
 from ._sums import matmul_all_reduce, matmul_reduce_scatter
 from ._trace import Trace, TracedCall, trace_tiles
 from ._tuning import Tuned, Tuning
@@ -19,6 +20,7 @@ __all__ = [
     "Cost",
     "Explanation",
     "MemoryStats",
+    "SimulatedCall",
     "Trace",
     "TracedCall",
     "Tuned",
@@ -34,5 +36,6 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "memory_stats",
+    "simulate_tiles",
     "trace_tiles",
 ]

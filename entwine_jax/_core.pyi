@@ -1,5 +1,6 @@
 """Types of the compiled module; see cc/python."""
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 class PlanDict(TypedDict):
@@ -28,6 +29,11 @@ class TimesDict(TypedDict):
     wait_rows_us: float
     wait_sums_us: float
     wait_buffers_us: float
+
+class SpansDict(TypedDict):
+    spans: bytes
+    link_bytes: list[float]
+    bin_us: float
 
 # cc/schedule/plan.h and few_rows.h
 SM90_TILES: tuple[tuple[int, int], ...]
@@ -94,8 +100,9 @@ def simulate_fused(
     missing: int = 0,
     out_bytes: int,
     in_bytes: int = 2,
-    machine: dict[str, float],
-) -> TimesDict: ...
+    machine: Mapping[str, float],
+    spans: bool = False,
+) -> tuple[TimesDict, SpansDict]: ...
 def simulate_xla(
     op: str,
     *,
@@ -111,6 +118,25 @@ def simulate_xla(
     machine: dict[str, float],
 ) -> TimesDict: ...
 def chunk_rows(target: str, *, ranks: int, rows: int) -> tuple[int, int]: ...
+def simulate_signal(
+    op: str,
+    *,
+    ranks: int,
+    batch: int,
+    m_shard: int,
+    n: int,
+    k: int,
+    missing: int = 0,
+    tile_m: int,
+    tile_n: int,
+    raster: int,
+    comm_sms: int,
+    group_waves: int,
+    far: bool,
+    element_bytes: int,
+    machine: Mapping[str, float],
+    spans: bool = False,
+) -> tuple[TimesDict, SpansDict]: ...
 def tile_order(
     op: str,
     *,

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from . import _core, _strategy
+from . import _core, _signal, _strategy
 from ._config import TRANSPORTS, Config, resolve
+from ._request import geometry
 from ._strategy import Plan, Request
 from ._team import Team
 
@@ -37,7 +38,7 @@ class Cost:
     wait_rows_us: float
     wait_sums_us: float
     wait_buffers_us: float
-    plan: Plan | None  # of strategies "fused" and "resident"
+    plan: Plan | None  # None of XLA
 
 
 def cost_model(
@@ -56,9 +57,10 @@ def cost_model(
     """What a collective matmul should take on Hopper GPUs by every strategy that can run it. Runs anywhere.
 
     Fused, the call's own schedule is simulated: clusters claim tiles in the real order, multiply, wait, add and send
-    them over a link of the measured rate (``cc/simulate``). ``"resident"`` likewise. XLA is a GEMM, and NCCL before or
-    after it. The numbers of the machine are those of two H200s; more of them are taken to have the same link each,
-    whatever the number of peers. docs/performance.md tells how far predictions are from measurements::
+    them over a link of the measured rate (``cc/simulate``). ``"resident"`` likewise. ``"signal"`` goes by its groups:
+    waves of tiles, transfers and copies to the result. XLA is a GEMM, and NCCL before or after it. The numbers of the
+    machine are those of two H200s; more of them are taken to have the same link each, whatever the number of peers.
+    docs/performance.md tells how far predictions are from measurements::
 
         costs = entwine_jax.cost_model("matmul_reduce_scatter", 8192, 8192, 3584, ranks=8)
         min(costs, key=lambda strategy: costs[strategy].us)
@@ -76,33 +78,84 @@ def cost_model(
         ``cc/simulate/machine.h``: ``{"link_bytes_per_us": 450e3}``.
 
     Returns:
-      `Cost` by strategy: ``"fused"``, ``"resident"`` and ``"xla"``. Only the last where rows of x, w or y are no
-      multiple of 16 bytes.
+      `Cost` by strategy: ``"fused"``, ``"resident"``, ``"signal"`` and ``"xla"``. Only the last where rows of x, w or y
+      are no multiple of 16 bytes; without one that can't run: few rows, float8, gated products and another type of
+      result aren't for ``"signal"``.
 
     Raises:
       ValueError: op, a size, ranks, config or machine is out of range.
       TypeError: no kernel takes dtype or gives out_dtype.
     """
-    request, x, w = _request(op, m, n, k, ranks, dtype, out_dtype, config, gated)
-    numbers = _machine(machine)
-    formula_us = _strategy.predict(request, x, w)
-    sizes = dataclasses.asdict(_strategy.sizes(request, x.shape, w.shape))
-    call = {"ranks": ranks, **sizes, "out_bytes": request.dtype.itemsize, "in_bytes": x.dtype.itemsize}
+    model = Model(op, m, n, k, ranks, dtype, out_dtype, config, gated, machine)
     costs = {}
-    if all(columns * each.itemsize % _PITCH_BYTES == 0 for columns, each in ((k, x.dtype), (n, request.dtype))):
-        formulas = {"fused": formula_us[0], "resident": _strategy.predict_resident(request, x, w)}
-        plans = [_strategy.plan(request, x, w)]
-        if not request.settings.config.few_rows:
-            plans.append(_strategy.resident_plan(request, x, w))
-        for plan in plans:
-            _check_plan(op, plan, m, gated)
-            fields: Any = dataclasses.asdict(plan) | {"transport": TRANSPORTS.index(plan.transport)}
-            times = _core.simulate_fused(op, fields, **call, machine=numbers)
-            costs[plan.strategy] = Cost(plan.strategy, formula_us=formulas[plan.strategy], plan=plan, **times)
-    costs["xla"] = Cost(
-        "xla", formula_us=formula_us[1], plan=None, **_core.simulate_xla(op, **call, gated=gated, machine=numbers)
-    )
+    for strategy in model.strategies():
+        plan, times, _ = model.simulate(strategy)
+        costs[strategy] = Cost(strategy, formula_us=model.formula_us(strategy), plan=plan, **times)
+    xla = _core.simulate_xla(op, **model.sizes, gated=gated, machine=model.machine)
+    costs["xla"] = Cost("xla", formula_us=model.formula_us("xla"), plan=None, **xla)
     return costs
+
+
+class Model:
+    """One call's simulations; raises what `cost_model` does."""
+
+    def __init__(
+        self,
+        op: str,
+        m: int,
+        n: int,
+        k: int,
+        ranks: int,
+        dtype: DTypeLike,
+        out_dtype: DTypeLike | None,
+        config: Config | None,
+        gated: bool,
+        machine: Mapping[str, float] | None,
+    ) -> None:
+        self.op, self.m, self.gated = op, m, gated
+        self.request, self.x, self.w = _request(op, m, n, k, ranks, dtype, out_dtype, config, gated)
+        self.machine = _machine(machine)
+        types = {"out_bytes": self.request.dtype.itemsize, "in_bytes": self.x.dtype.itemsize}
+        self.sizes: dict[str, Any] = geometry(self.request, self.x, self.w) | types
+        rows = ((k, self.x.dtype), (n, self.request.dtype))
+        self.padded = all(columns * each.itemsize % _PITCH_BYTES == 0 for columns, each in rows)
+
+    def strategies(self) -> list[str]:
+        """Of ours, those that can run."""
+        if not self.padded:
+            return []
+        config = self.request.settings.config
+        resident = ["resident"] if not config.few_rows and config.comm_sms != 0 else []
+        return [
+            "fused",
+            *resident,
+            *(["signal"] if _signal.obstacle(self.request, self.x.dtype, self.m) is None else []),
+        ]
+
+    def plan(self, strategy: str) -> Plan:
+        if strategy == "signal":  # on GPUs that see each other's memory
+            shape = geometry(self.request, self.x, self.w)
+            return Plan(**_signal.numbers(self.request, "sm90", shape, False, self.x.dtype.itemsize))
+        made = _strategy.resident_plan if strategy == "resident" else _strategy.plan
+        plan = made(self.request, self.x, self.w)
+        _check_plan(self.op, plan, self.m, self.gated)
+        return plan
+
+    def simulate(self, strategy: str, spans: bool = False) -> "tuple[Plan, _core.TimesDict, _core.SpansDict]":
+        plan = self.plan(strategy)
+        if strategy == "signal":
+            shape, itemsize = geometry(self.request, self.x, self.w), self.x.dtype.itemsize
+            return plan, *_signal.simulate(self.op, plan, shape, itemsize, self.machine, spans)
+        fields: Any = dataclasses.asdict(plan) | {"transport": TRANSPORTS.index(plan.transport)}
+        return plan, *_core.simulate_fused(self.op, fields, **self.sizes, machine=self.machine, spans=spans)
+
+    def formula_us(self, strategy: str) -> float:
+        if strategy == "signal":
+            shape = geometry(self.request, self.x, self.w)
+            return _signal.predict(self.op, shape, False, self.x.dtype.itemsize)[0]
+        if strategy == "resident":
+            return _strategy.predict_resident(self.request, self.x, self.w)
+        return _strategy.predict(self.request, self.x, self.w)[strategy == "xla"]
 
 
 def _request(

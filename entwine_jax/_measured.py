@@ -1,5 +1,7 @@
 """By which keys tables know calls, and what they hold of one that can run."""
 
+from typing import Any
+
 import jax
 
 from . import _core, _obstacles, _tuned
@@ -14,11 +16,16 @@ seeking = jax.make_user_context(default_value=False)
 def key(request: Request, x: jax.Array, w: jax.Array) -> str:
     """By which tables know a call: all that its time depends on. An epilogue costs next to nothing, with either
     strategy, and is left out."""
-    rows = [1, x.shape[0] * x.shape[1]] if request.op == "matmul_all_reduce" else [*x.shape[:2]]
-    x_text, w_text = f"{x.dtype}{[*rows, x.shape[2]]}", f"{w.dtype}{[*w.shape]}{'.T' if request.transpose_w else ''}"
     link = {"cpu": "shared memory", "cuda": "peer access"}.get(request.team.platform, "no link")
     if request.team.platform == "cuda" and _obstacles.no_peers() is not None:
         link = "no peer access"
+    return spelled(request, x, w, link)
+
+
+def spelled(request: Request, x: Any, w: Any, link: str) -> str:
+    """The same with a link between the ranks that is known already."""
+    rows = [1, x.shape[0] * x.shape[1]] if request.op == "matmul_all_reduce" else [*x.shape[:2]]
+    x_text, w_text = f"{x.dtype}{[*rows, x.shape[2]]}", f"{w.dtype}{[*w.shape]}{'.T' if request.transpose_w else ''}"
     gathers = ", gathers" if request.gathers else ""
     text = f"{request.op} {x_text} @ {w_text} -> {request.dtype}, {request.team.size} ranks, {link}{gathers}"
     return text.replace("[", "(").replace("]", ")")

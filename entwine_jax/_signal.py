@@ -74,6 +74,25 @@ def groups(op: str, plan: Any, geometry: Mapping[str, int], itemsize: int) -> li
     )
 
 
+def simulate(
+    op: str, plan: Any, geometry: Mapping[str, int], itemsize: int, machine: Mapping[str, float], spans: bool = False
+) -> "tuple[_core.TimesDict, _core.SpansDict]":
+    """Of a call on GPUs by this plan: cc/simulate/groups.h."""
+    return _core.simulate_signal(
+        op,
+        **geometry,
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        raster=plan.raster,
+        comm_sms=plan.comm_sms,
+        group_waves=plan.group_waves,
+        far=plan.far,
+        element_bytes=itemsize,
+        machine=machine,
+        spans=spans,
+    )
+
+
 def scratch_bytes(op: str, plan: Any, geometry: Mapping[str, int], itemsize: int, gathers: bool) -> int:
     """Of the memory that a call has beside its results, from XLA."""
     return _core.signal_scratch_bytes(

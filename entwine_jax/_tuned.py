@@ -89,7 +89,7 @@ def device_kind(platform: str) -> str | None:
 def find(kind: str, key: str, files: bool) -> Entry | None:
     """What this process has measured, else what the user's file holds (with `files`), else what is shipped."""
     user = path_of(kind)
-    for source in ("this process", user if files else None, _SHIPPED / f"{_slug(kind)}.json"):
+    for source in ("this process", user if files else None, _SHIPPED / shipped_name(kind)):
         table = _of_process(kind) if isinstance(source, str) else {} if source is None else _read(source, kind)
         if (found := table.get(key)) is not None:
             known: dict[str, Any] = {name: found[name] for name in ("strategy", "fused_ms", "xla_ms", "plan")}
@@ -118,7 +118,7 @@ def store(kind: str, entries: Mapping[str, dict[str, Any]]) -> Path | None:
             with _lock:
                 _files.pop(path, None)  # others may have written since it was read
             merged = {**_read(path, kind), **entries}
-            _replace(path, json.dumps(_file(kind, merged), indent=1, sort_keys=True) + "\n")
+            _replace(path, json.dumps(file_of(kind, merged), indent=1, sort_keys=True) + "\n")
         with _lock:
             _files[path] = merged
     except OSError as error:
@@ -139,6 +139,11 @@ def path_of(kind: str) -> Path | None:
     except RuntimeError:  # no home
         return None
     return folder / f"{_slug(kind)}-{version()}.json"
+
+
+def shipped_name(kind: str) -> str:
+    """Of the file in entwine_jax/tuned."""
+    return f"{_slug(kind)}.json"
 
 
 def forget() -> None:
@@ -165,7 +170,8 @@ def _slug(kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")
 
 
-def _file(kind: str, entries: Table) -> dict[str, Any]:
+def file_of(kind: str, entries: Table) -> dict[str, Any]:
+    """What a file of these holds."""
     return {"format": FORMAT, "library": version(), "device": kind, "entries": entries}
 
 
@@ -192,7 +198,7 @@ def _read(path: Path, kind: str) -> Table:
 def _parse(text: str, kind: str) -> Table:
     """ValueError (as json's own errors are) if it is anything else."""
     found = json.loads(text)
-    wanted = _file(kind, {})
+    wanted = file_of(kind, {})
     for name in ("format", "library", "device"):
         if not isinstance(found, dict) or found.get(name) != wanted[name]:
             value = found.get(name) if isinstance(found, dict) else None

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 # Behind everything else: the package under test is the installed one.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
+import entwine_jax
 from benchmarks import (
     chains,
     collective_matmul,
@@ -31,10 +32,12 @@ from benchmarks import (
     report,
     rounds,
     shapes,
+    strategy_picture,
     timeline,
+    tuned_table,
 )
 from benchmarks.peers import common, pallas, torch_symm_mem
-from entwine_jax import _trace
+from entwine_jax import _trace, _tuned
 
 # As the first version of the benchmark wrote it: reports must go on reading these.
 OLD_ROW = {
@@ -479,3 +482,30 @@ def test_timeline(tmp_path):
     pytest.importorskip("matplotlib")
     assert timeline.main([str(path), "--plot", str(tmp_path / "timeline.png")]) == 0
     assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+def test_table_that_ships():
+    """It is what the committed rounds make, and its keys are those that a trace asks for."""
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "h200x2_strategies.json"
+    tuned_table.main([str(path), "--check"])
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["strategy"] != "auto"]
+    table = json.loads(tuned_table.table(json.loads(path.read_text())))["entries"]
+    assert len(table) == len(rows) / 3
+    assert "all_gather_matmul bfloat16(1, 2048, 4096) @ bfloat16(4096, 4096) -> bfloat16, 2 ranks, peer access" in table
+    assert all(map(_tuned._is_entry, table.values()))
+
+    def entry(**ms):
+        rows = [{"strategy": name, "ours_ms": each, "xla_ms": 2.0, "plan": {}} for name, each in ms.items()]
+        return tuned_table.entry(rows, {})["strategy"]
+
+    assert entry(fused=1.0, resident=0.99, signal=1.1) == "fused" and entry(fused=1.0, resident=0.97) == "resident"
+    assert entry(fused=3.0, resident=2.5, signal=2.1) == "xla"
+
+
+def test_picture_of_strategies(tmp_path):
+    call = entwine_jax.simulate_tiles("matmul_reduce_scatter", 1024, 1024, 512, 2, strategy="signal")
+    found = strategy_picture.kinds(call)
+    assert found.keys() == strategy_picture.COLORS.keys() and sum(map(len, found.values())) == len(call.spans)
+    pytest.importorskip("matplotlib")
+    strategy_picture.draw({"signal": call}, "a title", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000

@@ -233,17 +233,18 @@ def test_trace(capsys, monkeypatch):
 def test_predict(capsys):
     assert main(["predict", "rs", "8192", "8192", "3584", "--ranks", "2,8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = ("fused", "resident", "xla")
-    assert [line.split()[:2] for line in lines[1:7]] == [[ranks, name] for ranks in ("2", "8") for name in names]
+    names = ("fused", "resident", "signal", "xla")
+    assert [line.split()[:2] for line in lines[1:9]] == [[ranks, name] for ranks in ("2", "8") for name in names]
     assert "fastest" in lines[1] + lines[2] and "pull" in lines[1] and "SMs move" in lines[2]
-    assert "fastest" not in lines[3]
+    assert "copy engines" in lines[3]
+    assert "fastest" not in lines[4]
     assert lines[-1].endswith("not a measurement.")
     command = ["predict", "matmul_reduce_scatter", "8192", "8192", "1024", "--ranks", "2", "--json"]
     assert main(command) == 0 and main([*command, "--set", "link_bytes_per_us=100e3"]) == 0
     measured, slow = capsys.readouterr().out.split("}\n{")
     measured, slow = json.loads(measured + "}"), json.loads("{" + slow)
     assert [cost["strategy"] for cost in measured["costs"]] == [*names] and measured["k"] == 1024
-    assert slow["costs"][0]["us"] > 2 * measured["costs"][0]["us"] and slow["costs"][2] == measured["costs"][2]
+    assert slow["costs"][0]["us"] > 2 * measured["costs"][0]["us"] and slow["costs"][3] == measured["costs"][3]
     assert main(["predict", "ag", "64", "8192", "8192", "--ranks", "2"]) == 0
     assert "few rows" in capsys.readouterr().out
 

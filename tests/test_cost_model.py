@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import OPS
 
@@ -24,7 +25,7 @@ RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 def test_strategies(op):
     for ranks in range(2, 9):
         costs = cost_model(op, 8192 // ranks * ranks, 4096, 4096, ranks)
-        assert list(costs) == ["fused", "resident", "xla"] and all(
+        assert list(costs) == ["fused", "resident", "signal", "xla"] and all(
             cost.strategy == name for name, cost in costs.items()
         )
         fused, xla = costs["fused"], costs["xla"]
@@ -36,12 +37,58 @@ def test_strategies(op):
         assert fused.wait_sums_us == 0 or op != "all_gather_matmul"
 
 
+@pytest.mark.parametrize("strategy", ["fused", "resident", "signal"])
+@pytest.mark.parametrize("op", OPS)
+def test_simulated_tiles(op, strategy, tmp_path):
+    """Every tile is multiplied once, nobody does two things at a time, and what is sent is what the op sends."""
+    m, n, k, ranks = 4096, 4096, 512, 4
+    call = entwine_jax.simulate_tiles(op, m, n, k, ranks, strategy=strategy)
+    cost = cost_model(op, m, n, k, ranks)[strategy]
+    assert call.us == cost.us and call.plan == cost.plan
+    multiplied = call.of("multiply")
+    tiles = {tuple(map(int, span)) for span in multiplied[["owner", "row", "column"]]}
+    assert len(tiles) == len(multiplied) == m * n / (call.plan.tile_m * call.plan.tile_n)
+    for worker in set(call.spans["worker"].tolist()):
+        alone = call.spans[(call.spans["worker"] == worker) & (call.spans["role"] == 0)]
+        assert np.all(np.sort(alone["begin"])[1:] >= np.sort(alone["end"])[:-1] - 1e-6)
+    assert 0.5 * call.us < call.spans["end"].max() <= call.us + 1e-6
+    chunk = m // ranks * (k if op == "all_gather_matmul" else n) * 2
+    # Partial sums of an all-reduce go to their owners and back, by copy engines to all. Fetching is a bit slower.
+    chunks = {"matmul_all_reduce": ranks if strategy == "signal" else 2}.get(op, 1)
+    assert call.link_bytes.sum() == pytest.approx(chunks * chunk * (ranks - 1), rel=0.1)
+    assert (len(call.of("move")) > 0) == (strategy == "resident" or (op, strategy) == ("all_gather_matmul", "fused"))
+    assert (len(call.of("transfer")) > 0) == (strategy == "signal")
+    times, rates = call.link_rate(5)
+    assert len(times) == len(rates) and 0 < rates.max() < 362
+    call.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(call.spans)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, match",
+    [
+        ((512, 512, 512), {"strategy": "xla"}, "strategy='xla' is unknown; use one of .'fused', 'resident', 'signal'."),
+        ((512, 512, 512), {"strategy": "signal", "dtype": "float8_e4m3fn"}, "strategy='signal' can't run this call"),
+        ((512, 500, 512), {}, "must be multiples of 16 bytes"),
+        (
+            (64, 512, 512),
+            {"config": Config(few_rows=True)},
+            "m=64 rows have kernels without tiles; pass config=Config.few_rows=False.",
+        ),
+    ],
+)
+def test_what_has_no_simulated_tiles(arguments, options, match):
+    with pytest.raises(ValueError, match=match):
+        entwine_jax.simulate_tiles("matmul_reduce_scatter", *arguments, 2, **options)
+
+
 def test_larger_teams_move_more():
     for op in OPS:
         for costs in zip(*(cost_model(op, 8192, 8192, 1024, ranks).values() for ranks in (2, 4, 8)), strict=True):
             times = [cost.us for cost in costs]
             # Plans differ: how many multiprocessors move, for example.
-            assert all(b > 0.95 * a for a, b in itertools.pairwise(times)) and costs[0].link_us < costs[2].link_us
+            assert all(b > 0.93 * a for a, b in itertools.pairwise(times)) and costs[0].link_us < costs[2].link_us
 
 
 def test_one_schedule_is_simulated():
@@ -85,6 +132,7 @@ def test_gated_products():
 def test_rows_that_tma_cannot_take():
     assert list(cost_model("all_gather_matmul", 64, 100, 128, 2)) == ["xla"]
     assert list(cost_model("all_gather_matmul", 64, 104, 128, 2)) == ["fused", "resident", "xla"]
+    assert list(cost_model("all_gather_matmul", 640, 104, 128, 2)) == ["fused", "resident", "signal", "xla"]
     assert list(cost_model("all_gather_matmul", 64, 104, 104, 2, dtype="float8_e4m3fn")) == ["xla"]
 
 

@@ -29,7 +29,7 @@ PYTHON = [
     {"flax._dot_general"},
     {"flax._parameters"},
     {"__init__"},
-    {"_autotune"},
+    {"_autotune", "_simulate"},
     {"_cost_model", "_explain", "_trace", "_float8", "_tuning", "_measure"},
     {"_agreed", "_candidates", "_progress", "_race"},
     {"_matmul"},

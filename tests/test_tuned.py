@@ -158,7 +158,11 @@ def choose(monkeypatch, gathers=False, strategy="auto", m=2048, **options):
     return _strategy.choose(request, x, w), _strategy.key(request, x, w)
 
 
-def test_on_gpus(tuned_cache, monkeypatch):
+def test_on_gpus(tuned_cache, tmp_path, monkeypatch):
+    shipped, _ = choose(monkeypatch)
+    assert shipped.strategy == shipped.plan.strategy == "resident" and shipped.reason.endswith("nvidia_h200.json)")
+    assert choose(monkeypatch, strategy="signal")[0].plan.engines
+    monkeypatch.setattr(_tuned, "_SHIPPED", tmp_path / "nothing")
     choice, key = choose(monkeypatch)
     assert choice.reason.startswith("predicted") and choice.asked == key
     assert key == "all_gather_matmul bfloat16(1, 2048, 4096) @ bfloat16(4096, 4096) -> bfloat16, 2 ranks, peer access"
@@ -191,5 +195,5 @@ def test_shipped_tables():
         kind = json.loads(path.read_text())["device"]
         assert path.stem == _tuned._slug(kind)
         for key, each in _tuned._parse(path.read_text(), kind).items():
-            assert each["plan"]["target"] == "sm90" and "peer access" in key and each["measured"]["when"]
+            assert each["plan"]["target"] == "sm90" and "peer access" in key and each["measured"]["devices"] > 1
             assert (each["plan"]["tile_m"], each["plan"]["tile_n"]) in _core.SM90_TILES

@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "python/arguments.h"
 #include "schedule/plan.h"
+#include "simulate/groups.h"
 #include "simulate/predict.h"
 
 namespace entwine {
@@ -55,10 +57,19 @@ nb::dict times_of(simulate::Times const& times) {
   return d;
 }
 
-// `plan` as make_plan gives it.
-nb::dict simulate_fused(std::string const& op, nb::dict const& plan, uint32_t ranks, uint32_t batch, uint32_t m_shard,
-                        uint32_t n, uint32_t k, uint32_t missing, uint32_t out_bytes, uint32_t in_bytes,
-                        nb::dict const& machine) {
+// "spans" are the bytes of simulate::Span.
+nb::dict dict_of(simulate::Spans const& spans) {
+  nb::dict d;
+  d["spans"] = nb::bytes(reinterpret_cast<char const*>(spans.all.data()), spans.all.size() * sizeof(simulate::Span));
+  d["link_bytes"] = spans.link_bytes;
+  d["bin_us"] = spans.bin_us;
+  return d;
+}
+
+// `plan` as make_plan gives it. With the spans if they are `wanted`.
+std::pair<nb::dict, nb::dict> simulate_fused(std::string const& op, nb::dict const& plan, uint32_t ranks, uint32_t batch,
+                                             uint32_t m_shard, uint32_t n, uint32_t k, uint32_t missing, uint32_t out_bytes,
+                                             uint32_t in_bytes, nb::dict const& machine, bool wanted) {
   auto number = [&](char const* name) { return nb::cast<uint32_t>(plan[name]); };
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
   Plan p{number("tile_m"),
@@ -71,13 +82,28 @@ nb::dict simulate_fused(std::string const& op, nb::dict const& plan, uint32_t ra
          number("copiers"),
          number("movers")};
   if (!is_sm90_tile(p.tile_m, p.tile_n) || p.raster < 1) throw std::invalid_argument("the plan is not of sm_90");
-  return times_of(simulate::fused(op_of(op), g, p, out_bytes, in_bytes, machine_of(machine)));
+  simulate::Spans spans;
+  simulate::Times times = simulate::fused(op_of(op), g, p, out_bytes, in_bytes, machine_of(machine), wanted ? &spans : nullptr);
+  return {times_of(times), dict_of(spans)};
 }
 
 nb::dict simulate_xla(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n, uint32_t k,
                       uint32_t missing, uint32_t out_bytes, uint32_t in_bytes, bool gated, nb::dict const& machine) {
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
   return times_of(simulate::xla(op_of(op), g, out_bytes, in_bytes, machine_of(machine), gated));
+}
+
+std::pair<nb::dict, nb::dict> simulate_signal(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard,
+                                              uint32_t n, uint32_t k, uint32_t missing, uint32_t tile_m, uint32_t tile_n,
+                                              uint32_t raster, uint32_t comm_sms, uint32_t group_waves, bool far,
+                                              uint32_t element_bytes, nb::dict const& machine, bool wanted) {
+  Geometry g = geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing);
+  if (!is_signal_tile(tile_m, tile_n) || (comm_sms == 0 && far) || comm_sms >= kSm90Multiprocessors || raster < 1)
+    throw std::invalid_argument("the plan is not of strategy \"signal\" on sm_90");
+  simulate::Spans spans;
+  simulate::Times times = simulate::signal(op_of(op), g, {comm_sms, group_waves, far}, element_bytes, machine_of(machine),
+                                           raster, wanted ? &spans : nullptr);
+  return {times_of(times), dict_of(spans)};
 }
 
 }  // namespace
@@ -87,10 +113,13 @@ void define_simulation(nb::module_& m) {
   m.def(
       "check_machine", [](nb::dict const& numbers) { machine_of(numbers); }, "numbers"_a,
       "ValueError if these can't be numbers of a machine.");
-  m.def(
-      "simulate_fused", &simulate_fused, "op"_a, "plan"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a,
-      "missing"_a = 0, "out_bytes"_a, "in_bytes"_a = 2, "machine"_a,
-      "Microseconds of a fused call on sm_90 and what they go into, by going through its schedule; `machine`: other numbers.");
+  m.def("simulate_fused", &simulate_fused, "op"_a, "plan"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a,
+        "missing"_a = 0, "out_bytes"_a, "in_bytes"_a = 2, "machine"_a, "spans"_a = false,
+        "Microseconds of a fused call on sm_90 and what they go into, by going through its schedule; `machine`: other numbers. "
+        "And what its clusters do when, if that is wanted.");
+  m.def("simulate_signal", &simulate_signal, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a,
+        "missing"_a = 0, "tile_m"_a, "tile_n"_a, "raster"_a, "comm_sms"_a, "group_waves"_a, "far"_a, "element_bytes"_a,
+        "machine"_a, "spans"_a = false, "The same of a call of strategy \"signal\", by its groups.");
   m.def("simulate_xla", &simulate_xla, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
         "out_bytes"_a, "in_bytes"_a = 2, "gated"_a = false, "machine"_a, "The same of XLA's collective and GEMM.");
 }

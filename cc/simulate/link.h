@@ -31,9 +31,10 @@ class Link {
     return us;
   }
   double busy_us() const { return bytes_ / rate_; }
+  static constexpr double kBin = 0.5;
+  std::vector<double> const& bytes_by_bin() const { return used_; }
 
  private:
-  static constexpr double kBin = 0.5;
   double rate_, bytes_ = 0;
   size_t full_ = 0;  // bins before this one are full
   std::vector<double> used_;

@@ -14,7 +14,7 @@ inline double least_us(schedule::Op op, schedule::Geometry const& g, double in_b
 }
 
 inline Times fused(schedule::Op op, schedule::Geometry g, schedule::Plan const& plan, double out_bytes, double in_bytes,
-                   Machine const& machine) {
+                   Machine const& machine, Spans* spans = nullptr) {
   if (plan.form == schedule::Form::kFewRows) {
     // No tiles, no queue: schedule/cost.h has the sum of its parts.
     double us = schedule::cost::few_rows_us(op, g, out_bytes, static_cast<uint32_t>(in_bytes));
@@ -22,7 +22,7 @@ inline Times fused(schedule::Op op, schedule::Geometry g, schedule::Plan const& 
   }
   g.tile_m = plan.tile_m;
   g.tile_n = plan.tile_n;
-  Times times = Tiles(op, g, plan, out_bytes, in_bytes, machine).run();
+  Times times = Tiles(op, g, plan, out_bytes, in_bytes, machine, spans).run();
   times.us = std::max(times.us, machine.launch_us + least_us(op, g, in_bytes, machine));
   return times;
 }

@@ -14,14 +14,16 @@
 #include "schedule/tile_order.h"
 #include "simulate/link.h"
 #include "simulate/machine.h"
+#include "simulate/spans.h"
 
 namespace entwine::simulate {
 
 class Pushes {
  public:
-  // Without pushers nothing is brought.
+  // Without pushers nothing is brought. `worker_of(pusher)` is whose span a unit's way is.
+  template <class WorkerOf>
   Pushes(schedule::Geometry const& g, uint32_t pushers, double bytes_per_us, double element_bytes, Machine const& machine,
-         Link& link)
+         Link& link, Spans* spans, WorkerOf worker_of)
       : blocks_(g.chunk_rows()), landed_((g.ranks - 1) * blocks_), done_(pushers) {
     if (pushers == 0) return;
     uint64_t row_bytes = static_cast<uint64_t>(g.k * element_bytes);
@@ -42,6 +44,7 @@ class Pushes {
       double block = double(g.rows(unit.row)) * row_bytes, before = unit.piece * machine.unit_bytes;
       double bytes = std::clamp(block - before, 0.0, machine.unit_bytes);
       double end = link.move(start, bytes, bytes_per_us);
+      if (spans != nullptr) spans->add(Role::kMove, worker_of(pusher), start, end, {unit.destination, unit.row, 0});
       moved[pusher].push_back({i / units, end});
       next.push({end, pusher});
     }

@@ -18,6 +18,7 @@
 #include "simulate/link.h"
 #include "simulate/machine.h"
 #include "simulate/pushes.h"
+#include "simulate/spans.h"
 
 namespace entwine::simulate {
 
@@ -29,17 +30,18 @@ struct Times {
 class Tiles {
  public:
   Tiles(schedule::Op op, schedule::Geometry const& g, schedule::Plan const& plan, double out_bytes, double in_bytes,
-        Machine const& machine)
+        Machine const& machine, Spans* spans = nullptr)
       : op_(op),
         g_(g),
         plan_(plan),
         machine_(machine),
+        spans_(spans),
         gather_(op == schedule::Op::kAllGatherMatmul),
         raster_{g.chunk_rows(), g.cols(), plan.raster},
         link_(machine.link_bytes_per_us),
         movers_(std::min(plan.movers, schedule::kSm90Clusters - 1)),
-        pushes_(g, pushers(), movers_ != 0 ? machine.mover_bytes_per_us : machine.pusher_bytes_per_us, in_bytes, machine,
-                link_),
+        pushes_(g, pushers(), movers_ != 0 ? machine.mover_bytes_per_us : machine.pusher_bytes_per_us, in_bytes, machine, link_,
+                spans, [this](uint32_t pusher) { return movers_ != 0 ? mover_cluster(pusher) : pusher; }),
         tile_bytes_(out_bytes * g.tile_m * g.tile_n) {
     schedule::cost::TileCost cost = schedule::cost::tile_cost(g.tile_m, g.tile_n);
     double slower = schedule::kSm90FlopsPerSecond * 1e-6 / machine.flops_per_us;
@@ -57,8 +59,8 @@ class Tiles {
     // The last ones move at first. Those of all-gather are done before tiles are.
     for (uint32_t cluster = 0; cluster < schedule::kSm90Clusters - movers_; ++cluster) claims_.push({0, cluster});
     for (uint32_t mover = 0; gather_ && mover < movers_; ++mover)
-      claims_.push({std::max(pushes_.done(2 * mover), pushes_.done(2 * mover + 1)), schedule::kSm90Clusters - 1 - mover});
-    for (uint32_t cta = 0; cta < 2 * movers_; ++cta) movers_free_.push(0);
+      claims_.push({std::max(pushes_.done(2 * mover), pushes_.done(2 * mover + 1)), mover_cluster(2 * mover)});
+    for (uint32_t cta = 0; cta < 2 * movers_; ++cta) movers_free_.push({0, cta});
     state_.resize(schedule::kSm90Clusters);
     landed_.reserve(tiles);
     finished_.resize(raster_.size());
@@ -68,6 +70,10 @@ class Tiles {
       claims_.push({work(position, cluster, claimed), cluster});
     }
     if (op_ == schedule::Op::kMatmulAllReduce) collect();
+    if (spans_ != nullptr) {
+      spans_->link_bytes = link_.bytes_by_bin();
+      spans_->bin_us = Link::kBin;
+    }
     double link_us = link_.busy_us(), all = schedule::kSm90Clusters;
     double us = machine_.launch_us + std::max(end_, least_us_);
     return {us, link_us, multiplied_ / all, wait_rows_ / all, wait_sums_ / all, wait_buffers_ / all};
@@ -86,6 +92,11 @@ class Tiles {
     return !gather_ ? 0 : movers_ != 0 ? 2 * movers_ : std::min(plan_.pushers, schedule::kSm90Clusters);
   }
 
+  static uint32_t mover_cluster(uint32_t cta) { return schedule::kSm90Clusters - 1 - cta / 2; }
+  void note(Role role, uint32_t worker, double begin, double end, schedule::Tile tile) {
+    if (spans_ != nullptr) spans_->add(role, worker, begin, end, tile);
+  }
+
   // A tile from its claim on; returns when its cluster claims the next one.
   double work(uint32_t position, uint32_t number, double claimed) {
     Cluster& cluster = state_[number];
@@ -94,13 +105,16 @@ class Tiles {
     double posted = claimed;
     if (gather_ && tile.owner != 0) {
       posted = std::max(posted, pushes_.landed(tile.owner, tile.row));
-      wait_rows_ += std::max(0.0, posted - std::max(claimed, cluster.consumers));
+      double from = std::max(claimed, cluster.consumers);
+      wait_rows_ += std::max(0.0, posted - from);
+      note(Role::kWaitRows, number, from, posted, tile);
     }
     double start = std::max(cluster.consumers, posted + machine_.load_us);
     double slower = movers_ == 0 && pushes_.pushes(number, start) ? machine_.pushing_slower : 1;
     double ready = start + k_blocks_ * k_block_us_ * slower * (1 + machine_.jitter * uneven(position)),
            storers = std::max(cluster.storers, posted);
     multiplied_ += ready - start;
+    note(Role::kMultiply, number, start, ready, tile);
     // The loader asks for the next tile some k blocks ahead of its own end, and is a few ahead of the consumers.
     double ahead = std::min<double>(k_blocks_, kAhead) * k_block_us_, next = std::max({start, storers, ready - ahead});
     wait_buffers_ += std::max(0.0, cluster.buffers - ready);
@@ -108,9 +122,9 @@ class Tiles {
     if (gather_) {
       finish(cluster, ready + rest_us_, ready + rest_us_, ready + rest_us_);
     } else if (tile.owner != 0) {
-      send_partial(cluster, ready, storers);
+      send_partial(cluster, tile, ready, storers);
     } else {
-      add_partials(cluster, raster_.index(tile.row, tile.col), ready, storers);
+      add_partials(cluster, number, tile, ready, storers);
     }
     return next;
   }
@@ -121,11 +135,11 @@ class Tiles {
   }
 
   // A tile of somebody else's chunk, in the order of claims, which is that of their ordinals.
-  void send_partial(Cluster& cluster, double ready, double storers) {
+  void send_partial(Cluster& cluster, schedule::Tile tile, double ready, double storers) {
     double rounded = ready + rest_us_, left = rounded, landed;
     if (movers_ != 0) {
       left = std::max(rounded, storers) + machine_.store_us;
-      landed_.push_back(move(left));
+      landed_.push_back(move(left, tile));
       return finish(cluster, rounded, left, rounded);
     }
     if (plan_.transport == schedule::Transport::kPull) {
@@ -145,18 +159,20 @@ class Tiles {
   }
 
   // A tile that lies here from `us` on goes to a peer: when it has landed there. Jobs come in the order of tiles.
-  double move(double us) {
-    double start = std::max(movers_free_.top(), us + machine_.signal_us);
+  double move(double us, schedule::Tile tile) {
+    auto [free, cta] = movers_free_.top();
+    double start = std::max(free, us + machine_.signal_us);
     movers_free_.pop();
     double left = link_.move(start, tile_bytes_, machine_.mover_bytes_per_us);
-    movers_free_.push(left);
+    movers_free_.push({left, cta});
+    note(Role::kMove, mover_cluster(cta), start, left, tile);
     end_ = std::max(end_, left);
     return left + machine_.land_us;
   }
 
-  // A tile of the own chunk: number `index` of it.
-  void add_partials(Cluster& cluster, uint32_t index, double ready, double storers) {
-    uint32_t peers = g_.ranks - 1;
+  // A tile of the own chunk.
+  void add_partials(Cluster& cluster, uint32_t number, schedule::Tile tile, double ready, double storers) {
+    uint32_t peers = g_.ranks - 1, index = raster_.index(tile.row, tile.col);
     double there = storers;  // when all peers' sums are
     for (uint32_t peer = 0; peer < peers; ++peer)
       there = std::max(there, landed_.at(index * peers + peer) + machine_.signal_us);
@@ -167,11 +183,12 @@ class Tiles {
     for (double left = rest, from = std::max(ready, fetched); left > 0; left -= buffers_)
       later = from = fetch(from, std::min(left, buffers_) / images_, pull);
     wait_sums_ += std::max(0.0, fetched - ready);
+    note(Role::kWaitSums, number, ready, fetched, tile);
     double rounded = std::max(std::max(ready, fetched) + rest_us_ + machine_.add_us * peers, later + rest_us_ / 2);
     if (op_ == schedule::Op::kMatmulReduceScatter) return finish(cluster, rounded, rounded, rounded);
     if (movers_ != 0) {
       for (uint32_t peer = 0; peer < peers; ++peer)
-        finished_[index] = std::max(finished_[index], move(rounded + machine_.store_us));
+        finished_[index] = std::max(finished_[index], move(rounded + machine_.store_us, tile));
       return finish(cluster, rounded, rounded + machine_.store_us, rounded);
     }
     double left = link_.move(rounded - rest_us_ / 2, tile_bytes_ * peers, machine_.cluster_bytes_per_us);
@@ -211,6 +228,7 @@ class Tiles {
   schedule::Geometry g_;
   schedule::Plan plan_;
   Machine machine_;
+  Spans* spans_;
   bool gather_;
   schedule::Raster raster_;
   Link link_;
@@ -221,8 +239,8 @@ class Tiles {
 
   std::vector<Cluster> state_;
   std::priority_queue<Claim, std::vector<Claim>, std::greater<Claim>> claims_;
-  std::priority_queue<double, std::vector<double>, std::greater<double>> on_link_;      // when the last `pushers` landed
-  std::priority_queue<double, std::vector<double>, std::greater<double>> movers_free_;  // when a mover takes its next job
+  std::priority_queue<double, std::vector<double>, std::greater<double>> on_link_;   // when the last `pushers` landed
+  std::priority_queue<Claim, std::vector<Claim>, std::greater<Claim>> movers_free_;  // when a mover takes its next job
   std::vector<double> landed_, finished_;  // partial sums by ordinal; finished own tiles by index
   double end_ = 0, multiplied_ = 0, wait_rows_ = 0, wait_sums_ = 0, wait_buffers_ = 0;
 };

@@ -93,6 +93,9 @@ def _plan(cost: Cost) -> str:
         return ""
     if plan.few_rows:
         return "few rows"
+    if plan.strategy == "signal":
+        by = "copy engines" if plan.engines else f"{plan.comm_sms} SMs for NCCL"
+        return f"{plan.tile_m}x{plan.tile_n}, raster {plan.raster}, {by}"
     if plan.movers:
         return f"{plan.tile_m}x{plan.tile_n}, raster {plan.raster}, lead {plan.lead}, {2 * plan.movers} SMs move"
     order = f"raster {plan.raster}, lead {plan.lead}, {plan.transport}"
