@@ -15,6 +15,7 @@ not run: null in the JSON.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import pathlib
 import re
@@ -91,7 +92,9 @@ def of_company(found: Found, log: str) -> None:
 def of_tests(found: Found, log: str, build: str) -> None:
     """Of tests' output; of C++ tests that in one build."""
     of_company(found, log)
-    counts = {name: int(value) for name, value in re.findall(r"^count (\w+) (\d+)$", log, re.MULTILINE)}
+    counts: collections.Counter[str] = collections.Counter()  # of several models of the protocol together
+    for name, value in re.findall(r"^count (\w+) (\d+)$", log, re.MULTILINE):
+        counts[name] += int(value)
     if "problem_fuzz_test" in log or "fuzz_inputs" in counts:
         # The inputs are the same in every build.
         found["fuzz_inputs"] = max(found["fuzz_inputs"] or 0, counts.get("fuzz_inputs", 0))

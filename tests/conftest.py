@@ -66,11 +66,11 @@ def measure(monkeypatch, tuned_cache):
     """measure(seconds) has autotune measure what the function says: see tuning.py."""
     from tuning import Measurements
 
-    from entwine_jax import _autotune
+    from entwine_jax import _autotune, _contest
 
     def install(seconds):
         made = Measurements(seconds)
-        monkeypatch.setattr(_autotune, "Bench", made)
+        monkeypatch.setattr(_contest, "Bench", made)
         monkeypatch.setattr(_autotune, "_clock", lambda: made.clock)
         return made
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import Config, _autotune, _race, _tuned
+from entwine_jax import Config, _contest, _race, _tuned
 
 SHAPES = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
 
@@ -208,7 +208,7 @@ def test_what_fails_is_left_out(measure, monkeypatch):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
             return self.bench.sampler(plan)
 
-    monkeypatch.setattr(_autotune, "Bench", Failing)
+    monkeypatch.setattr(_contest, "Bench", Failing)
     (row,) = entwine_jax.autotune(op_of(), *SHAPES)
     assert (row.strategy, row.plan, row.fused_ms) == ("xla", None, None) and None in row.tried.values()
     _tuned.forget()  # from the file

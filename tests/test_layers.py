@@ -30,6 +30,7 @@ PYTHON = [
     {"flax._parameters"},
     {"__init__"},
     {"_autotune", "_simulate"},
+    {"_contest"},
     {"_cost_model", "_explain", "_trace", "_float8", "_tuning", "_measure"},
     {"_agreed", "_candidates", "_progress", "_race"},
     {"_matmul"},

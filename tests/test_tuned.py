@@ -148,7 +148,8 @@ H200 = {"target": "sm90", "tile_m": 256, "tile_n": 128, "raster": 8, "lead": 58,
 def choose(monkeypatch, gathers=False, strategy="auto", m=2048, **options):
     """On GPUs that aren't here."""
     monkeypatch.setattr(_core, "cuda_built", lambda: True)
-    monkeypatch.setattr(_obstacles, "peer_obstacle", lambda: None)
+    for name in ("peer_obstacle", "hopper_obstacle"):
+        monkeypatch.setattr(_obstacles, name, lambda: None)
     monkeypatch.setattr(_obstacles, "domains", lambda: (0,))
     monkeypatch.setattr(_tuned, "device_kind", lambda platform: "NVIDIA H200")
     team = _team.Team(("t",), 2, (0, 1), (), (), "cuda")

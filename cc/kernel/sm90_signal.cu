@@ -123,7 +123,8 @@ __global__ void sm90_signal_await(__grid_constant__ const AwaitParams p) {
   for (uint32_t seen; !schedule::signal_reached(seen = ptx::load_acquire_system(word), wanted);) {
     __nanosleep(100);
     if (p.timeout_ns == 0 || ptx::nanoseconds() - start <= p.timeout_ns) continue;
-    if (atomicAdd(&stuck, 1) == 0) write_report(p.stuck, {0, p.op, p.rank, peer, group, 0, p.epoch, seen, wanted});
+    if (atomicAdd(&stuck, 1) == 0)
+      write_report(p.stuck, {0, p.op, p.rank, peer, group, schedule::kGroupColumn, p.epoch, seen, wanted});
     end_kernel();
   }
 }

@@ -11,4 +11,7 @@ struct StuckReport {
   uint32_t op, rank, peer, row, col, epoch, seen, wanted;
 };
 
+// As a column: what is waited for is a group of tiles or rows of strategy "signal", number `row`.
+constexpr uint32_t kGroupColumn = ~0u;
+
 }  // namespace entwine::schedule

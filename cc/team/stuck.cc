@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <thread>
 
 #include "schedule/geometry.h"
@@ -15,12 +16,14 @@ namespace {
 
 void watch(schedule::StuckReport volatile* report) {
   while (report->written == 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  std::fprintf(
-      stderr,
-      "entwine_jax.%s: rank %u waited too long for rank %u: row block %u, column %u, epoch %u, signal %u, wanted %u. Did every "
-      "rank make the same calls in the same order? ENTWINE_TIMEOUT_S sets the bound.\n",
-      schedule::op_name(static_cast<schedule::Op>(report->op)), report->rank, report->peer, report->row, report->col,
-      report->epoch, report->seen, report->wanted);
+  std::string what = report->col == schedule::kGroupColumn
+                         ? "group " + std::to_string(report->row)
+                         : "row block " + std::to_string(report->row) + ", column " + std::to_string(report->col);
+  std::fprintf(stderr,
+               "entwine_jax.%s: rank %u waited too long for rank %u: %s, epoch %u, signal %u, wanted %u. Did every rank make "
+               "the same calls in the same order? ENTWINE_TIMEOUT_S sets the bound.\n",
+               schedule::op_name(static_cast<schedule::Op>(report->op)), report->rank, report->peer, what.c_str(),
+               report->epoch, report->seen, report->wanted);
   std::fflush(stderr);
 }
 

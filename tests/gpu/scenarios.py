@@ -300,14 +300,14 @@ def late_peer() -> None:
     raise AssertionError(f"a peer late by about {seconds:.1f} s was no error")
 
 
-def peer(fate: str) -> None:
+def peer(fate: str, strategy: str) -> None:
     """One of two processes that make calls without end. Process 1 is killed or stopped from outside, or makes no more
     calls after a while (its program lacks them); process 0 must hear of it. See peers.py."""
     lockstep.join()
     mesh = mesh_of()
     inputs = []
     for case in RAGGED.values():
-        check_exact(case, mesh, seed=1)
+        check_exact(case, mesh, seed=1, strategy=strategy)
         x, w = integers(case, 2, 1)
         x_spec, w_spec, _ = case.specs(AXIS)
         inputs.append((case, put(x, mesh, x_spec), put(w, mesh, w_spec)))
@@ -316,7 +316,7 @@ def peer(fate: str) -> None:
     while fate != "lacking" or jax.process_index() == 0 or time.monotonic() - start < 1:
         for case, x, w in inputs:
             try:
-                jax.block_until_ready(program(case, mesh)(x, w))
+                jax.block_until_ready(program(case, mesh, strategy=strategy)(x, w))
             except Exception as error:
                 print(f"raised {time.monotonic() - start:.1f} s after the first call:", error, flush=True)
                 time.sleep(1)  # what a kernel waited for comes on stderr

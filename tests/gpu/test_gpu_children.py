@@ -9,7 +9,7 @@ import jax
 import lockstep
 import pytest
 from harness import OPS
-from peers import FATES, SAID, meet
+from peers import FATES, SAID, STRATEGIES, meet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
@@ -119,8 +119,9 @@ def test_rank_without_the_call(op):
     assert said is not None and op in said[0], output[-4000:]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fate", FATES)
-def test_peer_that(fate):
+def test_peer_that(fate, strategy):
     """is killed, is stopped, or lacks calls, in a process of its own."""
-    outcome = meet(fate)
+    outcome = meet(fate, strategy)
     assert outcome.in_time, f"{outcome}\n{outcome.output[-6000:]}"

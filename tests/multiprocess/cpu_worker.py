@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import _autotune, _obstacles, _tuned
+from entwine_jax import _contest, _obstacles, _tuned
 from entwine_jax._agreed import agreed
 
 address, process = sys.argv[1], int(sys.argv[2])
@@ -68,7 +68,7 @@ class Bench:
 
 
 _obstacles._cpu_obstacle = lambda *_: None
-_autotune.Bench = Bench
+_contest.Bench = Bench
 with tempfile.TemporaryDirectory() as own:
     os.environ |= {"ENTWINE_CACHE_DIR": own}
     os.environ.pop("ENTWINE_TUNED", None)
