@@ -6,11 +6,12 @@
 // one look at what lets a stream go on, or one read. Found are deadlocks, reads of another call's bytes, and, in variants that
 // are broken on purpose, that the check finds these.
 #include <cstring>
+#include <ostream>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "check.h"
+#include "explore.h"
 #include "schedule/signals.h"
 
 namespace entwine::schedule {
@@ -46,6 +47,8 @@ struct State {
   Rank ranks[kMostRanks];
 };
 
+std::ostream& operator<<(std::ostream& out, Program const& p) { return out << p.ranks << " ranks, " << p.groups << " groups"; }
+
 class Model {
  public:
   explicit Model(Program const& program) : program_(program) {
@@ -55,29 +58,14 @@ class Model {
 
   // "" or what went wrong first.
   std::string explore() {
-    State start;
-    std::memset(static_cast<void*>(&start), 0, sizeof start);
-    std::vector<State> open{start};
-    seen_.insert(key(start));
-    while (!open.empty() && fault_.empty()) {
-      State state = open.back();
-      open.pop_back();
-      bool moved = false;
-      for (uint32_t rank = 0; rank < program_.ranks && fault_.empty(); ++rank)
-        for (uint32_t stream = 0; stream < 2 && fault_.empty(); ++stream) {
-          State next = state;
-          if (!move(next, rank, stream)) continue;
-          moved = true;
-          if (seen_.insert(key(next)).second) open.push_back(next);
-        }
-      if (!moved && fault_.empty() && !finished(state)) fault_ = "deadlock";
-    }
-    return fault_;
+    uint32_t each = 2;
+    return explore::all_states<State>(
+        program_.ranks * each, fault_, states_, [&](State& s, uint32_t i) { return move(s, i / each, i % each); },
+        [&](State const& s) { return finished(s); });
   }
-  size_t states() const { return seen_.size(); }
+  size_t states() const { return states_; }
 
  private:
-  static std::string key(State const& s) { return std::string(reinterpret_cast<char const*>(&s), sizeof s); }
   bool finished(State const& s) const {
     for (uint32_t rank = 0; rank < program_.ranks; ++rank)
       for (uint32_t stream = 0; stream < 2; ++stream)
@@ -178,7 +166,7 @@ class Model {
   Program program_;
   std::vector<Step> steps_[kMostRanks][2];
   std::string fault_;
-  std::unordered_set<std::string> seen_;
+  size_t states_ = 0;
 };
 
 std::vector<Program> programs(Fault fault) {
@@ -192,29 +180,9 @@ std::vector<Program> programs(Fault fault) {
   return all;
 }
 
-void nothing_goes_wrong() {
-  size_t states = 0, checked = 0;
-  for (Program const& program : programs(Fault::kNone)) {
-    ++checked;
-    Model model(program);
-    std::string fault = model.explore();
-    states += model.states();
-    CHECK_THAT(fault.empty(), program.ranks << " ranks, " << program.groups << " groups: " << fault);
-  }
-  check::count("protocol_programs", checked);
-  check::count("protocol_states", states);
-  CHECK_THAT(states > 100'000, states);
-}
+void nothing_goes_wrong() { explore::nothing_goes_wrong<Model>(programs(Fault::kNone), 100'000); }
 
-uint64_t broken_variants = 0, found_variants = 0;
-
-// Whether some program of this fault goes wrong with these words.
-bool goes_wrong(Fault fault, std::string const& words) {
-  ++broken_variants;
-  for (Program const& program : programs(fault))
-    if (Model(program).explore().find(words) != std::string::npos) return ++found_variants, true;
-  return false;
-}
+bool goes_wrong(Fault fault, std::string const& words) { return explore::goes_wrong<Model>(programs(fault), words); }
 
 void one_half_is_not_enough() { CHECK(goes_wrong(Fault::kOneHalf, "read call")); }
 // Counts of the call before let copies go that nobody has multiplied anything for.
@@ -228,12 +196,9 @@ void a_signal_before_its_copy_is_found() { CHECK(goes_wrong(Fault::kSignalBefore
 
 int main() {
   using namespace entwine::schedule;
-  int failed = check::run({{"nothing goes wrong", nothing_goes_wrong},
-                           {"one half is not enough", one_half_is_not_enough},
-                           {"copies follow the call", copies_follow_the_call},
-                           {"the call joins its copies", the_call_joins_its_copies},
-                           {"a signal before its copy is found", a_signal_before_its_copy_is_found}});
-  check::count("protocol_broken_variants", broken_variants);
-  check::count("protocol_broken_variants_found", found_variants);
-  return failed;
+  return explore::report(check::run({{"nothing goes wrong", nothing_goes_wrong},
+                                     {"one half is not enough", one_half_is_not_enough},
+                                     {"copies follow the call", copies_follow_the_call},
+                                     {"the call joins its copies", the_call_joins_its_copies},
+                                     {"a signal before its copy is found", a_signal_before_its_copy_is_found}}));
 }

@@ -5,11 +5,12 @@
 // there; a step is one claim, one write, one signal, one look at a signal that lets somebody go on, or one read. Found are a
 // state in which nobody can go on and somebody isn't finished, and a read of something else than this call's bytes.
 #include <cstring>
+#include <ostream>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "check.h"
+#include "explore.h"
 #include "schedule/movers.h"
 #include "schedule/signals.h"
 
@@ -56,38 +57,29 @@ struct State {
   Rank ranks[kMostRanks];
 };
 
+std::ostream& operator<<(std::ostream& out, Program const& p) {
+  return out << p.ranks << " ranks, " << p.workers << " workers, " << p.movers << " movers, lead " << p.lead;
+}
+
 class Model {
  public:
   explicit Model(Program const& program) : program_(program) {}
 
   // "" or what went wrong first.
   std::string explore() {
-    State start;
-    std::memset(static_cast<void*>(&start), 0, sizeof start);
-    std::vector<State> open{start};
-    seen_.insert(key(start));
-    while (!open.empty() && fault_.empty()) {
-      State state = open.back();
-      open.pop_back();
-      bool moved = false;
-      for (uint32_t r = 0; r < program_.ranks; ++r)
-        for (uint32_t a = 0; a <= program_.workers; ++a) {
-          State next = state;
-          if (!move(next, r, a)) continue;
-          moved = true;
-          if (!fault_.empty()) return fault_;
-          if (seen_.insert(key(next)).second) open.push_back(next);
-        }
-      if (moved) continue;
-      for (uint32_t r = 0; r < program_.ranks; ++r)
-        if (state.ranks[r].call < program_.calls.size()) fault_ = "deadlock";
-    }
-    return fault_;
+    uint32_t each = program_.workers + 1;
+    return explore::all_states<State>(
+        program_.ranks * each, fault_, states_, [&](State& s, uint32_t i) { return move(s, i / each, i % each); },
+        [&](State const& s) { return finished(s); });
   }
-  size_t states() const { return seen_.size(); }
+  size_t states() const { return states_; }
 
  private:
-  static std::string key(State const& s) { return std::string(reinterpret_cast<char const*>(&s), sizeof s); }
+  bool finished(State const& s) const {
+    for (uint32_t r = 0; r < program_.ranks; ++r)
+      if (s.ranks[r].call < program_.calls.size()) return false;
+    return true;
+  }
 
   Movers movers() const { return {program_.fault == Fault::kNothingReserved ? 0 : program_.movers}; }
   bool ticket_moves(uint32_t position) const { return Movers{program_.movers}.reserved(position); }
@@ -244,7 +236,7 @@ class Model {
 
   Program program_;
   std::string fault_;
-  std::unordered_set<std::string> seen_;
+  size_t states_ = 0;
 };
 
 std::vector<Program> programs(Fault fault) {
@@ -260,24 +252,9 @@ std::vector<Program> programs(Fault fault) {
   return all;
 }
 
-void nothing_goes_wrong() {
-  size_t states = 0;
-  for (Program const& program : programs(Fault::kNone)) {
-    Model model(program);
-    std::string fault = model.explore();
-    states += model.states();
-    CHECK_THAT(fault.empty(), program.ranks << " ranks, " << program.workers << " workers, " << program.movers
-                                            << " movers, lead " << program.lead << ": " << fault);
-  }
-  check::count("movers_protocol_states", states);
-  CHECK(states > 100'000);
-}
+void nothing_goes_wrong() { explore::nothing_goes_wrong<Model>(programs(Fault::kNone), 100'000); }
 
-bool goes_wrong(Fault fault, std::string const& words) {
-  for (Program const& program : programs(fault))
-    if (Model(program).explore().find(words) != std::string::npos) return true;
-  return false;
-}
+bool goes_wrong(Fault fault, std::string const& words) { return explore::goes_wrong<Model>(programs(fault), words); }
 
 void one_worker_needs_an_idle_half() { CHECK(goes_wrong(Fault::kIdleHalfRests, "deadlock")); }
 // A mover's ticket takes a tile away.
@@ -290,9 +267,9 @@ void a_flag_before_its_bytes_is_found() { CHECK(goes_wrong(Fault::kSignalBeforeW
 
 int main() {
   using namespace entwine::schedule;
-  return check::run({{"nothing goes wrong", nothing_goes_wrong},
-                     {"one worker needs an idle half", one_worker_needs_an_idle_half},
-                     {"tickets must be reserved", tickets_must_be_reserved},
-                     {"finished tiles first deadlock", finished_tiles_first_deadlock},
-                     {"a flag before its bytes is found", a_flag_before_its_bytes_is_found}});
+  return explore::report(check::run({{"nothing goes wrong", nothing_goes_wrong},
+                                     {"one worker needs an idle half", one_worker_needs_an_idle_half},
+                                     {"tickets must be reserved", tickets_must_be_reserved},
+                                     {"finished tiles first deadlock", finished_tiles_first_deadlock},
+                                     {"a flag before its bytes is found", a_flag_before_its_bytes_is_found}}));
 }

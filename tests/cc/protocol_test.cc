@@ -6,13 +6,12 @@
 // Explored depth first over all states. Found are: a state in which nobody can go on and somebody isn't finished, a read of
 // something else than this call's bytes (stale, or overwritten before it was read), and, in broken variants, that the check
 // finds these.
-#include <array>
-#include <cstring>
+#include <ostream>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "check.h"
+#include "explore.h"
 #include "schedule/signals.h"
 #include "schedule/tile_order.h"
 
@@ -57,37 +56,24 @@ struct State {
   Rank ranks[kMostRanks];
 };
 
+std::ostream& operator<<(std::ostream& out, Program const& p) {
+  return out << p.ranks << " ranks, " << p.workers << " workers, lead " << p.lead;
+}
+
 class Model {
  public:
   explicit Model(Program const& program) : program_(program) {}
 
   // "" or what went wrong first.
   std::string explore() {
-    State start;
-    std::memset(static_cast<void*>(&start), 0, sizeof start);
-    seen_.clear();
-    std::vector<State> open{start};
-    seen_.insert(key(start));
-    while (!open.empty() && fault_.empty()) {
-      State state = open.back();
-      open.pop_back();
-      uint32_t moves = 0;
-      for (uint32_t r = 0; r < program_.ranks; ++r)
-        for (uint32_t w = 0; w < program_.workers; ++w) {
-          State next = state;
-          if (!move(next, r, w)) continue;
-          ++moves;
-          if (!fault_.empty()) break;
-          if (seen_.insert(key(next)).second) open.push_back(next);
-        }
-      if (moves == 0 && !finished(state)) fault_ = "deadlock";
-    }
-    return fault_;
+    uint32_t each = program_.workers;
+    return explore::all_states<State>(
+        program_.ranks * each, fault_, states_, [&](State& s, uint32_t i) { return move(s, i / each, i % each); },
+        [&](State const& s) { return finished(s); });
   }
-  size_t states() const { return seen_.size(); }
+  size_t states() const { return states_; }
 
  private:
-  static std::string key(State const& s) { return std::string(reinterpret_cast<char const*>(&s), sizeof s); }
   bool finished(State const& s) const {
     for (uint32_t r = 0; r < program_.ranks; ++r)
       if (s.ranks[r].call < program_.calls.size()) return false;
@@ -216,7 +202,7 @@ class Model {
 
   Program program_;
   std::string fault_;
-  std::unordered_set<std::string> seen_;
+  size_t states_ = 0;
 };
 
 std::vector<Program> programs(Fault fault) {
@@ -234,31 +220,9 @@ std::vector<Program> programs(Fault fault) {
   return all;
 }
 
-void nothing_goes_wrong() {
-  size_t states = 0, checked = 0;
-  for (Program const& program : programs(Fault::kNone)) {
-    ++checked;
-    Model model(program);
-    std::string fault = model.explore();
-    states += model.states();
+void nothing_goes_wrong() { explore::nothing_goes_wrong<Model>(programs(Fault::kNone), 500'000); }
 
-    CHECK_THAT(fault.empty(),
-               program.ranks << " ranks, " << program.workers << " workers, lead " << program.lead << ": " << fault);
-  }
-  check::count("protocol_programs", checked);
-  check::count("protocol_states", states);
-  CHECK(states > 500'000);
-}
-
-uint64_t broken_variants = 0, found_variants = 0;
-
-// Whether some program of this fault goes wrong with these words.
-bool goes_wrong(Fault fault, std::string const& words) {
-  ++broken_variants;
-  for (Program const& program : programs(fault))
-    if (Model(program).explore().find(words) != std::string::npos) return ++found_variants, true;
-  return false;
-}
+bool goes_wrong(Fault fault, std::string const& words) { return explore::goes_wrong<Model>(programs(fault), words); }
 
 void one_buffer_is_not_enough() { CHECK(goes_wrong(Fault::kOneBuffer, "bytes in call")); }
 void own_tiles_first_deadlock() { CHECK(goes_wrong(Fault::kOwnTilesFirst, "deadlock")); }
@@ -271,12 +235,9 @@ void all_must_hear_from_all() { CHECK(goes_wrong(Fault::kHearsOneNeighbour, "dea
 
 int main() {
   using namespace entwine::schedule;
-  int failed = check::run({{"nothing goes wrong", nothing_goes_wrong},
-                           {"one buffer is not enough", one_buffer_is_not_enough},
-                           {"own tiles first deadlock", own_tiles_first_deadlock},
-                           {"a signal before its bytes is found", a_signal_before_its_bytes_is_found},
-                           {"all must hear from all", all_must_hear_from_all}});
-  check::count("protocol_broken_variants", broken_variants);
-  check::count("protocol_broken_variants_found", found_variants);
-  return failed;
+  return explore::report(check::run({{"nothing goes wrong", nothing_goes_wrong},
+                                     {"one buffer is not enough", one_buffer_is_not_enough},
+                                     {"own tiles first deadlock", own_tiles_first_deadlock},
+                                     {"a signal before its bytes is found", a_signal_before_its_bytes_is_found},
+                                     {"all must hear from all", all_must_hear_from_all}}));
 }
