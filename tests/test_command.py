@@ -249,6 +249,17 @@ def test_predict(capsys):
     assert "few rows" in capsys.readouterr().out
 
 
+def test_predicted_trace(tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    command = ["predict", "rs", "1024", "1024", "512", "--ranks", "2", "--strategy", "signal", "--trace", str(path)]
+    assert main(command) == 0
+    assert any(event["name"] == "transfer" for event in json.loads(path.read_text())["traceEvents"])
+    command[6] = "2,4"
+    assert main(command) == 2 and "--trace is of one size of the team" in capsys.readouterr().err
+    few = ["predict", "rs", "64", "8192", "8192", "--ranks", "2", "--trace", str(path), "--strategy", "signal"]
+    assert main(few) == 2 and "strategy='signal' can't run this call; use one of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

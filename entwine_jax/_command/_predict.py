@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 from .. import _core
+from .._config import OURS
 from .._cost_model import Cost, cost_model
+from .._simulate import simulate_tiles
 from ._usage import UsageError, subcommand, table
 
 _OPS = {"ag": "all_gather_matmul", "rs": "matmul_reduce_scatter", "ar": "matmul_all_reduce"}
@@ -20,6 +22,7 @@ def add_to(commands: Any) -> None:
         "what a collective matmul should take on Hopper GPUs by every strategy; simulated, needs no GPU",
         "entwine predict matmul_reduce_scatter 8192 8192 3584 --ranks 2,4,8",
         "entwine predict ag 4096 3584 8192 --ranks 8 --set link_bytes_per_us=450e3",
+        "entwine predict rs 4096 8192 2048 --ranks 2 --trace resident.json --strategy resident",
     )
     parser.add_argument(
         "op",
@@ -41,20 +44,33 @@ def add_to(commands: Any) -> None:
         metavar="NAME=NUMBER",
         help=f"another number of the machine than the measured one: {', '.join(_core.machine())}",
     )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what each cluster does when, for ui.perfetto.dev; of one size of the team",
+    )
+    parser.add_argument("--strategy", choices=OURS, default="fused", help="whose trace; fused by default")
 
 
 def run(options: argparse.Namespace) -> int:
     op = _OPS.get(options.op, options.op)
     sizes, found = (options.m, options.n, options.k), {}
     machine = dict(_number(text) for text in options.set)
-    for text in options.ranks.split(","):
+    teams = options.ranks.split(",")
+    if options.trace and len(teams) > 1:
+        raise UsageError(f"--trace is of one size of the team, not --ranks {options.ranks}")
+    for text in teams:
         if not text.strip().isdecimal():
             raise UsageError(f"--ranks {options.ranks}: must be the size of a team, or several: 2,4,8")
         types = {"dtype": options.dtype, "out_dtype": options.out_dtype}
         try:
             found[int(text)] = cost_model(op, *sizes, int(text), **types, machine=machine)
+            if options.trace:
+                traced = simulate_tiles(op, *sizes, int(text), strategy=options.strategy, **types, machine=machine)
+                traced.save(options.trace)
         except (ValueError, TypeError) as error:
-            raise UsageError(str(error).removeprefix("entwine_jax.cost_model: ")) from None
+            text = str(error).removeprefix("entwine_jax.cost_model: ").removeprefix("entwine_jax.simulate_tiles: ")
+            raise UsageError(text) from None
     if options.json:
         call = {"op": op, "m": options.m, "n": options.n, "k": options.k}
         costs = [{"ranks": ranks} | dataclasses.asdict(cost) for ranks, each in found.items() for cost in each.values()]

@@ -80,7 +80,8 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
     ws[i] = make(bytes_of(m.w, m.w_type), *second);
     if (gather && m.has_bias) bias[i].assign(size_t(m.bias[0]), 1);
   }
-  uint32_t results = gather ? count : 1;
+  bool each = gather && !problem.products.gated;  // has a result
+  uint32_t results = each ? count : 1;
   std::vector<std::vector<std::byte>> y(ranks * results), whole(ranks);
   std::mutex mutex;
   std::condition_variable changed;
@@ -93,7 +94,7 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
     if (in.has_bias) operands.bias = bias[0].data();
     if (in.has_scale) operands.scale = scale.data();
     for (uint32_t i = 1; i < count; ++i) {
-      std::vector<std::byte>* its = gather ? &y[i * ranks + r] : nullptr;
+      std::vector<std::byte>* its = each ? &y[i * ranks + r] : nullptr;
       if (its != nullptr) its->assign(static_cast<size_t>(bytes_of(in.more[i - 1].y, in.y_type)), std::byte{0xff});
       operands.more[i - 1] = {gather ? nullptr : xs[i].data(), ws[i].data(), its != nullptr ? its->data() : nullptr,
                               bias[i].empty() ? nullptr : bias[i].data()};
