@@ -7,6 +7,10 @@ collectives, keeps its thread. So one Python thread that dispatches on and on ca
 fewer than d are left then some part of the running program gets no thread, its peers wait for it, and the launches for
 them: a deadlock. With p threads that dispatch, a pool of (p + 1) d leaves d to the running program, which then ends.
 
+Several threads that dispatch have a limit of their own, which no pool widens: a device may have 32 programs before it
+that another device can't launch, because it has 32 before it that wait for the first. So they must not be 32 programs
+ahead in all: then a call ends in an error, after ``ENTWINE_TIMEOUT_S``.
+
 The pool's size is read from the environment, once, when JAX makes its CPU devices.
 """
 

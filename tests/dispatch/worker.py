@@ -1,8 +1,12 @@
 """Programs dispatched far ahead of their execution, on as few CPUs as a small machine has: none may wait for ever.
 
+One thread dispatches all of its programs at once; several together no more than XLA's CPU client can have of a device
+(32), past which their launches may wait for each other: entwine_jax/_threads.py.
+
 Arguments: how many devices, threads that dispatch, rounds of each thread.
 """
 
+import collections
 import faulthandler
 import os
 import sys
@@ -43,7 +47,7 @@ one_rows, one_columns = (jax.device_put(one, NamedSharding(mesh, spec)) for spec
 
 def independent():
     for op, operands in ((gather, (x_rows, one_columns)), (scatter, (x_columns, one_rows))):  # each on its own
-        yield from [op(*operands) for _ in range(rounds)]
+        yield from (op(*operands) for _ in range(rounds))
     for _ in range(rounds):
         yield gather(x_rows, one_columns)
         yield scatter(x_columns, one_rows)
@@ -63,7 +67,12 @@ wrong = []
 
 def work(programs):
     try:
-        for y in list(programs()):
+        ahead = collections.deque()
+        for y in programs():
+            ahead.append(y)
+            if threads > 1 and len(ahead) >= 16 // threads:  # those of dependent() are two programs each
+                np.testing.assert_array_equal(np.asarray(ahead.popleft()), x)
+        for y in ahead:
             np.testing.assert_array_equal(np.asarray(y), x)
     except Exception as error:
         wrong.append(error)
