@@ -34,7 +34,7 @@ def test_host_callbacks():
 
 
 def test_python_threads():
-    company.python_threads(FOUR)
+    company.python_threads(FOUR, turns=15)
 
 
 def test_programs_by_turns():
@@ -42,7 +42,7 @@ def test_programs_by_turns():
 
 
 def test_clear_caches():
-    company.cleared_caches(FOUR)
+    company.cleared_caches(FOUR, turns=2)
 
 
 def test_several_meshes():
@@ -56,7 +56,7 @@ def test_several_meshes():
             (TWO_AXES, "t"),
             (Mesh(devices[[5, 2, 7, 4]].reshape(2, 2), ("a", "b")), ("b", "a")),
         ],
-        turns=9,
+        turns=5,
     )
 
 
@@ -72,6 +72,6 @@ def test_backends_made_anew():
 
 
 def test_exit_with_calls_in_flight():
-    done = child("exit_in_flight")
-    assert done.returncode == 0 and "leaving 200 calls" in done.stdout, f"{done.returncode}: {done.stderr[-3000:]}"
+    done = child("exit_in_flight", "60")
+    assert done.returncode == 0 and "leaving 60 calls" in done.stdout, f"{done.returncode}: {done.stderr[-3000:]}"
     assert "Fatal" not in done.stderr and "terminate" not in done.stderr, done.stderr[-3000:]

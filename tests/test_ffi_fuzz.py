@@ -49,7 +49,7 @@ edges = st.sampled_from([-(2**63), -(2**31), -1, 0, 1, 2, 2**31 - 1, 2**31, 2**3
 odd = st.one_of(edges, st.integers(-(2**63), 2**63 - 1), st.integers(0, 70))
 sizes = st.sampled_from([0, 1, 2, 3, 7, 32, 33])
 profile = settings(
-    max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 
 

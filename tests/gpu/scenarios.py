@@ -409,7 +409,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
 
 if __name__ == "__main__":
     if sys.argv[1] == "exit_in_flight":
-        company.exit_in_flight()
+        company.exit_in_flight(*map(int, sys.argv[2:]))
         sys.exit()  # as any program ends
     SCENARIOS[sys.argv[1]](*sys.argv[2:])
     print("scenario done", flush=True)
