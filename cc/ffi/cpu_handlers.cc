@@ -30,7 +30,8 @@ constexpr int64_t kMaxWorkers = 64;
 // entwine_jax/_threads.py has the reason, and prevents it where it can.
 constexpr char kNoThread[] =
     " If there is neither, and many calls are in flight, XLA has no thread left for that rank: import entwine_jax before the"
-    " first use of a device, or set PJRT_NPROC to (1 + threads that dispatch) x CPU devices or more; several threads must not dispatch 32 programs ahead"
+    " first use of a device, or set PJRT_NPROC to (1 + threads that dispatch) x CPU devices or more; several threads must not "
+    "dispatch 32 programs ahead"
     " in all.";
 
 // One custom call of one executable; XLA makes one for all virtual devices when it compiles the program. Devices come to it on
