@@ -20,6 +20,7 @@ import entwine_jax
 from benchmarks.rows import TITLES
 from benchmarks.shapes import REDUCE_SCATTER, Shape
 from entwine_jax import SimulatedCall
+from entwine_jax._simulate import ROLES
 
 SHAPE, RANKS = Shape(REDUCE_SCATTER, 4096, 8192, 2048), 2
 STRATEGIES = ("fused", "resident", "signal")
@@ -63,7 +64,7 @@ def draw(calls: dict[str, SimulatedCall], title: str, path: pathlib.Path) -> Non
         for kind, spans in kinds(call).items():
             widths = spans["end"] - spans["begin"]
             # What is no cluster is drawn as wide as four of them, apart.
-            transfer = spans["worker"] >= 66
+            transfer = spans["role"] == ROLES.index("transfer")
             places, heights = np.where(transfer, 70.0, spans["worker"]), np.where(transfer, 4.0, 0.9)
             color = COLORS[kind]
             clusters.barh(places, widths, heights, left=spans["begin"], color=color, edgecolor="white", linewidth=0.15)

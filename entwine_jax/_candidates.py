@@ -91,8 +91,7 @@ def show(op: str, plan: Plan, gathers: bool) -> str:
         return "few rows"
     if plan.strategy == "signal":
         waves = f" groups of {plan.group_waves} waves" if plan.group_waves else ""
-        by = "copy engines" if plan.engines else f"{plan.comm_sms} SMs for NCCL"
-        return f"signal {plan.tile_m}x{plan.tile_n} raster {plan.raster} {by}{waves}"
+        return f"signal {plan.tile_m}x{plan.tile_n} raster {plan.raster} {plan.moved_by}{waves}"
     if plan.strategy == "resident":
         lead = "" if op == "all_gather_matmul" else f" lead {plan.lead}"
         rest = f"{lead} {plan.movers} movers" + (f" copiers {plan.copiers}" if gathers else "")

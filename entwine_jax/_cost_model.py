@@ -86,7 +86,8 @@ def cost_model(
       ValueError: op, a size, ranks, config or machine is out of range.
       TypeError: no kernel takes dtype or gives out_dtype.
     """
-    model = Model(op, m, n, k, ranks, dtype, out_dtype, config, gated, machine)
+    types = {"dtype": dtype, "out_dtype": out_dtype}
+    model = Model(op, m, n, k, ranks, **types, config=config, gated=gated, machine=machine)
     costs = {}
     for strategy in model.strategies():
         plan, times, _ = model.simulate(strategy)
@@ -106,17 +107,16 @@ class Model:
         n: int,
         k: int,
         ranks: int,
-        dtype: DTypeLike,
-        out_dtype: DTypeLike | None,
-        config: Config | None,
-        gated: bool,
+        *,
         machine: Mapping[str, float] | None,
+        gated: bool = False,
+        **options: Any,  # the rest of `_request`'s
     ) -> None:
         self.op, self.m, self.gated = op, m, gated
-        self.request, self.x, self.w = _request(op, m, n, k, ranks, dtype, out_dtype, config, gated)
-        self.machine = _machine(machine)
-        types = {"out_bytes": self.request.dtype.itemsize, "in_bytes": self.x.dtype.itemsize}
-        self.sizes: dict[str, Any] = geometry(self.request, self.x, self.w) | types
+        self.request, self.x, self.w = _request(op, m, n, k, ranks, gated=gated, **options)
+        self.machine, self.itemsize = _machine(machine), self.x.dtype.itemsize
+        self.shape = geometry(self.request, self.x, self.w)
+        self.sizes: dict[str, Any] = self.shape | {"out_bytes": self.request.dtype.itemsize, "in_bytes": self.itemsize}
         rows = ((k, self.x.dtype), (n, self.request.dtype))
         self.padded = all(columns * each.itemsize % _PITCH_BYTES == 0 for columns, each in rows)
 
@@ -134,8 +134,7 @@ class Model:
 
     def plan(self, strategy: str) -> Plan:
         if strategy == "signal":  # on GPUs that see each other's memory
-            shape = geometry(self.request, self.x, self.w)
-            return Plan(**_signal.numbers(self.request, "sm90", shape, False, self.x.dtype.itemsize))
+            return Plan(**_signal.numbers(self.request, "sm90", self.shape, False, self.itemsize))
         made = _strategy.resident_plan if strategy == "resident" else _strategy.plan
         plan = made(self.request, self.x, self.w)
         _check_plan(self.op, plan, self.m, self.gated)
@@ -144,15 +143,13 @@ class Model:
     def simulate(self, strategy: str, spans: bool = False) -> "tuple[Plan, _core.TimesDict, _core.SpansDict]":
         plan = self.plan(strategy)
         if strategy == "signal":
-            shape, itemsize = geometry(self.request, self.x, self.w), self.x.dtype.itemsize
-            return plan, *_signal.simulate(self.op, plan, shape, itemsize, self.machine, spans)
+            return plan, *_signal.simulate(self.op, plan, self.shape, self.itemsize, self.machine, spans)
         fields: Any = dataclasses.asdict(plan) | {"transport": TRANSPORTS.index(plan.transport)}
         return plan, *_core.simulate_fused(self.op, fields, **self.sizes, machine=self.machine, spans=spans)
 
     def formula_us(self, strategy: str) -> float:
         if strategy == "signal":
-            shape = geometry(self.request, self.x, self.w)
-            return _signal.predict(self.op, shape, False, self.x.dtype.itemsize)[0]
+            return _signal.predict(self.op, self.shape, False, self.itemsize)[0]
         if strategy == "resident":
             return _strategy.predict_resident(self.request, self.x, self.w)
         return _strategy.predict(self.request, self.x, self.w)[strategy == "xla"]
@@ -164,6 +161,7 @@ def _request(
     n: int,
     k: int,
     ranks: int,
+    *,
     dtype: DTypeLike,
     out_dtype: DTypeLike | None,
     config: Config | None,

@@ -249,9 +249,8 @@ def _dot(x: Any, w: Any, y: Any, transpose_w: bool, reason: str) -> CollectiveMa
 
 def _plan(op: str, plan: Plan, groups: tuple[int, ...]) -> str:
     if plan.strategy == "signal":
-        by = "copy engines" if plan.engines else f"{plan.comm_sms} SMs for NCCL"
-        sms = f" {by}" if plan.target == "sm90" else ""
-        return f"{plan.tile_m}x{plan.tile_n} raster {plan.raster}{sms} groups {'+'.join(map(str, groups))}"
+        by = f" {plan.moved_by}" if plan.target == "sm90" else ""
+        return f"{plan.tile_m}x{plan.tile_n} raster {plan.raster}{by} groups {'+'.join(map(str, groups))}"
     if plan.few_rows:
         return "few rows"
     rest = f"pushers {plan.pushers}" if op == "all_gather_matmul" else f"lead {plan.lead} {plan.transport}"

@@ -91,6 +91,11 @@ class Plan:
     def strategy(self) -> str:
         return "signal" if self.comm_sms or self.engines else "resident" if self.movers else "fused"
 
+    @property
+    def moved_by(self) -> str:
+        """What moves the groups of strategy "signal" on GPUs, in words."""
+        return "copy engines" if self.engines else f"{self.comm_sms} SMs for NCCL"
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:

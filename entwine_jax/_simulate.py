@@ -110,7 +110,7 @@ def simulate_tiles(
         out of range.
       TypeError: no kernel takes dtype or gives out_dtype.
     """
-    model = Model(op, m, n, k, ranks, dtype, out_dtype, config, False, machine)
+    model = Model(op, m, n, k, ranks, dtype=dtype, out_dtype=out_dtype, config=config, machine=machine)
     can = model.strategies()
     if strategy not in can:
         names = f"use one of {tuple(can)}" if can else f"rows of {m} x {k} and {m} x {n} must be multiples of 16 bytes"

@@ -31,8 +31,7 @@ constexpr int64_t kMaxWorkers = 64;
 constexpr char kNoThread[] =
     " If there is neither, and many calls are in flight, XLA has no thread left for that rank: import entwine_jax before the"
     " first use of a device, or set PJRT_NPROC to (1 + threads that dispatch) x CPU devices or more; several threads must not "
-    "dispatch 32 programs ahead"
-    " in all.";
+    "dispatch 32 programs ahead in all.";
 
 // One custom call of one executable; XLA makes one for all virtual devices when it compiles the program. Devices come to it on
 // different threads and, with several calls in a program, in different orders: `next` says which of its calls a device is at.

@@ -326,15 +326,6 @@ void push_rows(Call const& call, Landing const& landing, team::Beside& beside, c
                                       chunk * k.ranks, chunk, g.batch));
 }
 
-// The team whose arenas copy engines write to.
-team::Team* find_team(team::CliqueContext clique, SignalAttributes const& attributes, int device, std::string* why) {
-  auto communicator =
-      team::get_clique(clique, team::make_groups(attributes.groups, attributes.team_size), team::kSignalCommunicationId);
-  if (communicator) return team::Team::of(*communicator, device, why);
-  *why = communicator.error().message();
-  return nullptr;
-}
-
 template <Op op>
 ffi::Error prepare(team::CliqueContext clique, ffi::RemainingArgs, ffi::RemainingRets, SignalAttributes attributes) {
   return team::request_clique(clique, team::make_groups(attributes.groups, attributes.team_size), team::kSignalCommunicationId);
@@ -366,7 +357,7 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
     return why.empty() ? ffi::Error::Success() : failed(op, why, ffi::ErrorCode::kInternal);
   }
   if (team::stuck_report() == nullptr) return failed(op, "no pinned host memory", ffi::ErrorCode::kResourceExhausted);
-  team::Team* team = find_team(clique, attributes, device, &why);
+  team::Team* team = team::Team::of((*beside)->communicator(), device, &why);
   if (team == nullptr || team->find_or_make(call->demand, &why) == nullptr)
     return failed(op, why, ffi::ErrorCode::kResourceExhausted);
   return ffi::Error::Success();
@@ -389,7 +380,7 @@ ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t devi
   team::Arena const* arena = nullptr;
   if (call->engines) {
     std::string why;
-    team::Team* team = find_team(clique, attributes, device, &why);
+    team::Team* team = team::Team::of(beside.communicator(), device, &why);
     if (team == nullptr) return failed(op, why);
     arena = team->find(call->demand);
     if (arena == nullptr) return failed(op, "no arena was made in Initialize", ffi::ErrorCode::kInternal);

@@ -36,6 +36,7 @@ class Beside {
   // That of a communicator lent by XLA; made at the first call. Null and `why` if NCCL or the driver can't do it.
   static Beside* of(NcclComm communicator, int device, std::string* why);
 
+  NcclComm communicator() const { return communicator_; }  // whose team has the arenas that copy engines write to
   int rank() const { return rank_; }
   int size() const { return size_; }
 

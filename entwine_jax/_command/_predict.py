@@ -110,8 +110,7 @@ def _plan(cost: Cost) -> str:
     if plan.few_rows:
         return "few rows"
     if plan.strategy == "signal":
-        by = "copy engines" if plan.engines else f"{plan.comm_sms} SMs for NCCL"
-        return f"{plan.tile_m}x{plan.tile_n}, raster {plan.raster}, {by}"
+        return f"{plan.tile_m}x{plan.tile_n}, raster {plan.raster}, {plan.moved_by}"
     if plan.movers:
         return f"{plan.tile_m}x{plan.tile_n}, raster {plan.raster}, lead {plan.lead}, {2 * plan.movers} SMs move"
     order = f"raster {plan.raster}, lead {plan.lead}, {plan.transport}"
