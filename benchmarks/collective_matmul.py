@@ -9,10 +9,11 @@ All devices of this process are one team. What is timed, and why it is a fair ti
 
 * Calls are chained in programs, programs are dispatched without waiting, and a sample lasts about 20 ms, from the end
   of a program before it until all devices are done: chains.py.
-* Variants take turns in rounds, every round in an independent random order (seeded), never in a fixed or cyclic one: on
-  power-limited GPUs what follows the hot GEMM is clocked lower than what follows the cool, communication-bound XLA, so
-  an order that repeats biases ratios by several percent. Times are medians over the rounds, with their interquartile
-  range as the spread; ratios are computed within each round, and the median of those is reported: rounds.py.
+* Variants take turns in rounds, in random orders in which each comes behind every other equally often, never in a fixed
+  or cyclic one: on power-limited GPUs what follows the hot GEMM is clocked lower than what follows the cool,
+  communication-bound XLA, so an order that repeats biases ratios by several percent. Times are medians over the rounds,
+  with their interquartile range as the spread; ratios are computed within each round, and the median of those is
+  reported: rounds.py.
 * Interleaved this way, in this process: ours, XLA, XLA's dot alone (`gemm`, cuBLAS where XLA picks that) and the link
   alone (the row's bytes by copy engine, all directions at once: link.py). `bound` is the larger of the last two.
 * Suite strategies has a row for each of our strategies, whatever --strategy says, all from the same rounds, and one for
@@ -257,9 +258,9 @@ def versions() -> dict[str, str]:
 
 def method(settings: Settings) -> list[str]:
     return [
-        f"medians of {settings.rounds} rounds, each in a random order of its own; some {PROGRAM_MS:.0f} ms of chained"
-        f" calls a program, {settings.calls} at the most; samples of {settings.sample_seconds * 1e3:.0f} ms, from the"
-        " end of a program before them",
+        f"medians of {settings.rounds} rounds, in random orders in which each comes behind every other equally often;"
+        f" some {PROGRAM_MS:.0f} ms of chained calls a program, {settings.calls} at the most; samples of"
+        f" {settings.sample_seconds * 1e3:.0f} ms, from the end of a program before them",
         "ours_over_xla, ours_over_gemm and bound_over_ours are medians of the ratios within each round",
         "gemm_ms is XLA's dot of one rank's shapes without any collective",
         "link_ms is the time of one rank's bytes with all directions busy",

@@ -15,7 +15,7 @@ All devices of this process are one team. Every variant computes the same from t
   time if communication is free
 
 A program is a chain of layers, each with weights of its own and its gradients, so that nothing can be merged or
-hoisted; variants take turns in rounds of an independent random order, and ratios are taken within a round (rounds.py).
+hoisted; variants take turns in rounds of balanced random orders, and ratios are taken within a round (rounds.py).
 """
 
 from __future__ import annotations

@@ -375,8 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for path in plots.write(results, options.plots):
             print(path, file=sys.stderr)
         if (traced := beside(options.results, "timeline")).exists():
-            timeline.plot(json.loads(traced.read_text()), options.plots / "timeline.png")
-            print(options.plots / "timeline.png", file=sys.stderr)
+            timeline.plot(json.loads(traced.read_text()), options.plots)
     stale = [str(path) for path in options.check if path.read_text() != with_report(path.read_text(), found, str(path))]
     if stale:
         sys.exit(

@@ -1,12 +1,14 @@
-"""Where the tiles and the bytes of one fused call are over time, for a paced and for a naive order of tiles.
+"""Where the tiles and the bytes of one call are over time: by a paced and by a naive order, and by each strategy.
 
-python -m benchmarks.timeline --out FILE.json       traces calls on two or more GPUs and writes what one rank noted
-python -m benchmarks.timeline FILE.json --plot PNG  draws it (needs matplotlib: the extra `bench`)
+python -m benchmarks.timeline --out FILE.json           traces calls on two or more GPUs and writes what one rank noted
+python -m benchmarks.timeline FILE.json --plots FOLDER  draws timeline.png and timeline_strategies.png (needs
+                                                        matplotlib: the extra `bench`)
 
-The shape is bound by the link, so that what the order does to it shows. *Paced* is the library's own plan. *Free* is
-the same order without bounding how many tiles are on the link at once. *Naive* computes all tiles of other ranks first
-and the own ones last. The picture has a row for each CTA, what it multiplies coloured by whose the tile is, and the
-link's rate beneath.
+*Orders*, of a shape that is bound by the link, so that what the order does to it shows. *Paced* is the library's own
+plan. *Free* is the same order without bounding how many tiles are on the link at once. *Naive* computes all tiles of
+other ranks first and the own ones last. *Strategies* are all three, by the cost model's plans, of a shape that is bound
+by neither. A picture has a row for each cluster of two CTAs, coloured by what it does and whose the tile is, one for
+copy engines, and the link's rate beneath.
 """
 
 from __future__ import annotations
@@ -24,30 +26,40 @@ from jax.sharding import Mesh
 
 import entwine_jax
 from benchmarks import chains
+from benchmarks.rows import TITLES
 from benchmarks.shapes import REDUCE_SCATTER, Shape
-from entwine_jax import Config, TracedCall
+from entwine_jax import Config, TracedCall, _spans
 
-SHAPE = Shape(REDUCE_SCATTER, 8192, 8192, 1024)
-ORDERS = {
-    "paced": Config(),
-    "free": Config(pushers=1 << 20),
-    "naive": Config(lead=1 << 20, pushers=1 << 20),
+# Picture -> the shape, and by name strategy and plan.
+PICTURES: dict[str, tuple[Shape, dict[str, tuple[str, Config]]]] = {
+    "timeline": (
+        Shape(REDUCE_SCATTER, 8192, 8192, 1024),
+        {
+            "paced": ("fused", Config()),
+            "free": ("fused", Config(pushers=1 << 20)),
+            "naive": ("fused", Config(lead=1 << 20, pushers=1 << 20)),
+        },
+    ),
+    "timeline_strategies": (
+        Shape(REDUCE_SCATTER, 4096, 8192, 2048),
+        {name: (name, Config()) for name in ("fused", "resident", "signal")},
+    ),
 }
 # Of the calls in a chain the last one is shown: warm, and both ranks in step.
 CALLS = 4
 WINDOW_US = 5.0
 
 
-def traced(order: str, mesh: Mesh) -> TracedCall:
+def traced(shape: Shape, strategy: str, config: Config, mesh: Mesh) -> TracedCall:
     """Rank 0's last call."""
-    layout = chains.collective_layout(SHAPE, mesh.size)
+    layout = chains.collective_layout(shape, mesh.size)
     xs = chains.random_arrays(mesh, layout.x_spec, layout.x_shape, 1.0, CALLS, 1)
-    ws = chains.random_arrays(mesh, layout.w_spec, layout.w_shape, SHAPE.k**-0.5, CALLS, 2)
+    ws = chains.random_arrays(mesh, layout.w_spec, layout.w_shape, shape.k**-0.5, CALLS, 2)
     y = jax.device_put(jnp.zeros(layout.y_shape, jnp.bfloat16), jax.NamedSharding(mesh, layout.y_spec))
-    op = getattr(entwine_jax, SHAPE.op)
+    op = getattr(entwine_jax, shape.op)
 
     def call(x: jax.Array, w: jax.Array) -> jax.Array:
-        product: jax.Array = op(x, w, chains.AXIS, strategy="fused", config=ORDERS[order])
+        product: jax.Array = op(x, w, chains.AXIS, strategy=strategy, config=config)
         return product
 
     def body(xs: chains.Arrays, ws: chains.Arrays, y: jax.Array) -> jax.Array:
@@ -62,72 +74,45 @@ def traced(order: str, mesh: Mesh) -> TracedCall:
 
 
 def described(call: TracedCall) -> dict[str, Any]:
-    """A call's part of the JSON: for each CTA its tiles as [first load, first image done, owner]; the link's rate."""
-    key = ["cta", "owner", "row", "column"]
-    multiplied = {
-        tuple(event[key].tolist()): float(event["us"]) for event in call.at("multiplied") if event["writer"] == 1
-    }
-    tiles: dict[int, list[list[float]]] = {}
-    for event in call.at("first_load"):
-        place = tuple(event[key].tolist())
-        if place in multiplied:
-            span = [round(float(event["us"]), 1), round(multiplied[place], 1), int(event["owner"])]
-            tiles.setdefault(int(event["cta"]), []).append(span)
+    """A call's part of the JSON: spans as [begin, end, cluster, role, owner], and the link's rate."""
+    spans = call.spans()
+    # A cluster's two CTAs multiply the same tiles.
+    twice = (spans["role"] == _spans.ROLES.index("multiply")) & (spans["worker"] % 2 == 1)
     times, rate = call.link_rate(WINDOW_US)
     return {
-        "us": round(float(call.events["us"].max()), 1),
-        "tiles": [tiles[cta] for cta in sorted(tiles)],
+        "us": round(call.us, 1),
+        "rank": call.rank,
+        "spans": [
+            [round(begin, 1), round(end, 1), worker // 2, role, owner]
+            for begin, end, worker, role, owner, *_ in spans[~twice].tolist()
+        ],
         "link_us": times.tolist(),
         "link_gb_per_s": np.round(rate, 1).tolist(),
     }
 
 
-def plot(results: dict[str, Any], path: pathlib.Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SystemExit("the plot needs matplotlib: pip install 'entwine-jax[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
+def drawing(call: dict[str, Any]) -> _spans.Drawing:
+    spans = np.zeros(len(call["spans"]), _spans.SPAN)
+    for field, values in zip(("begin", "end", "worker", "role", "owner"), np.array(call["spans"]).T, strict=True):
+        spans[field] = values
+    rate = np.array(call["link_us"]), np.array(call["link_gb_per_s"])
+    return _spans.Drawing(call["rank"], call["us"], spans, rate)
 
-    orders = results["orders"]
-    longest = max(order["us"] for order in orders.values())
-    figure = Figure(figsize=(10, 2.6 * len(orders)))
-    axes = figure.subplots(2 * len(orders), 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1] * len(orders)})
-    for number, (name, order) in enumerate(orders.items()):
-        ctas, link = axes[2 * number], axes[2 * number + 1]
-        for whose, color in (("other ranks'", "#c98b5e"), ("own", "#1b6ca8")):
-            spans = [
-                (cta, begin, end)
-                for cta, tiles in enumerate(order["tiles"])
-                for begin, end, owner in tiles
-                if (owner == results["rank"]) == (whose == "own")
-            ]
-            places, begins, ends = np.array(spans).T
-            ctas.barh(
-                places, ends - begins, 0.9, left=begins, color=color, edgecolor="white", linewidth=0.15, label=whose
-            )
-        ctas.set_ylabel("CTA", fontsize=7)
-        ctas.set_title(f"{name} order: {order['us']:.0f} us", fontsize=9, loc="left")
-        link.fill_between(order["link_us"], order["link_gb_per_s"], step="pre", color="#5f9e7c")
-        link.set_ylabel("link GB/s", fontsize=7)
-        link.set_ylim(0, 800)
-        for each in (ctas, link):
-            each.tick_params(labelsize=6)
-            each.set_xlim(0, longest)
-    axes[0].legend(fontsize=7, loc="upper right", title="tiles", title_fontsize=7)
-    axes[-1].set_xlabel("microseconds", fontsize=8)
-    shape = results["shape"]
-    figure.suptitle(f"{results['machine']}: {shape['op']} {shape['m']}, {shape['n']}, {shape['k']}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+def plot(results: dict[str, Any], folder: pathlib.Path) -> None:
+    for name, picture in results["pictures"].items():
+        shape = picture["shape"]
+        title = f"{results['machine']}: {TITLES[shape['op']]}, {shape['m']}, {shape['n']}, {shape['k']}"
+        calls = {kind: drawing(call) for kind, call in picture["calls"].items()}
+        _spans.draw(calls, title, folder / f"{name}.png", workers="cluster")
+        print(folder / f"{name}.png", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__.split("\n")[0])
     parser.add_argument("results", nargs="?", type=pathlib.Path, help="JSON of an earlier run, to draw")
     parser.add_argument("--out", type=pathlib.Path, help="trace now and write this JSON file")
-    parser.add_argument("--plot", type=pathlib.Path, help="the PNG file to draw")
+    parser.add_argument("--plots", type=pathlib.Path, help="the folder to draw into")
     given = parser.parse_args(arguments)
     if (given.results is None) == (given.out is None):
         parser.error("give either the JSON of an earlier run or --out FILE.json for a new one")
@@ -136,14 +121,17 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         devices = jax.devices()
         mesh = Mesh(np.array(devices), (chains.AXIS,))
-        shape = {"op": SHAPE.op, "m": SHAPE.m, "n": SHAPE.n, "k": SHAPE.k}
-        results = {"machine": f"{len(devices)} x {devices[0].device_kind}", "shape": shape, "rank": 0, "orders": {}}
-        for order in ORDERS:
-            results["orders"][order] = described(traced(order, mesh))
-            print(f"{order}: {results['orders'][order]['us']:.0f} us", file=sys.stderr, flush=True)
+        results = {"machine": f"{len(devices)} x {devices[0].device_kind}", "pictures": {}}
+        for name, (shape, kinds) in PICTURES.items():
+            calls = {kind: described(traced(shape, *how, mesh)) for kind, how in kinds.items()}
+            print(
+                *(f"{kind}: {call['us']:.0f} us" for kind, call in calls.items()), sep="\n", file=sys.stderr, flush=True
+            )
+            sizes = {"op": shape.op, "m": shape.m, "n": shape.n, "k": shape.k}
+            results["pictures"][name] = {"shape": sizes, "calls": calls}
         given.out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
-    if given.plot is not None:
-        plot(results, given.plot)
+    if given.plots is not None:
+        plot(results, given.plots)
     return 0
 
 

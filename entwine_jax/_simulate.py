@@ -11,24 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from . import _spans
 from ._config import OURS, Config
 from ._cost_model import Model
+from ._spans import ROLES, SPAN, Drawing
 from ._strategy import Plan
-
-# cc/simulate/spans.h; kSm90Clusters is the worker of transfers.
-ROLES = ("multiply", "wait for rows", "wait for partial sums", "move", "transfer", "copy to y")
-_SPAN = np.dtype(
-    [
-        ("begin", "f8"),
-        ("end", "f8"),
-        ("worker", "u4"),
-        ("role", "u4"),
-        ("owner", "u4"),
-        ("row", "u4"),
-        ("column", "u4"),
-    ],
-    align=True,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +23,9 @@ class SimulatedCall:
     """One rank's call, as the cost model goes through it.
 
     ``spans`` is a structured array: from ``begin`` to ``end``, in microseconds, ``worker`` (a cluster of two
-    multiprocessors; after the last one NCCL or copy engines) has the ``role``, an index of `ROLES`, for the tile
-    ``owner``, ``row`` block and ``column``. The own rank is 0. Of a transfer and a copy, ``row`` is the group.
+    multiprocessors; after the last one NCCL or copy engines) has the ``role``, an index of ``("multiply", "wait for
+    rows", "wait for partial sums", "move", "transfer", "copy to y")``, for the tile ``owner``, ``row`` block and
+    ``column``. The own rank is 0. Of a transfer and a copy, ``row`` is the group.
     """
 
     op: str
@@ -51,8 +39,9 @@ class SimulatedCall:
 
     def of(self, role: str) -> np.ndarray[Any, Any]:
         """The spans of one role."""
-        found: np.ndarray[Any, Any] = self.spans[self.spans["role"] == ROLES.index(role)]
-        return found
+        if role not in ROLES:
+            raise ValueError(f"SimulatedCall.of: role={role!r} is none of {ROLES}")
+        return _spans.of_role(self.spans, role)
 
     def link_rate(self, window_us: float = 10.0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Times in microseconds, and the GB/s that the rank sent in the window that ends there."""
@@ -64,17 +53,20 @@ class SimulatedCall:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the Chrome trace format, for chrome://tracing or ui.perfetto.dev: a thread a cluster."""
-        events: list[dict[str, Any]] = [
-            {"name": ROLES[span["role"]], "cat": self.op, "ph": "X", "pid": 0, "tid": int(span["worker"])}
-            | {"ts": float(span["begin"]), "dur": float(span["end"] - span["begin"])}
-            | {"args": {"owner": int(span["owner"]), "row": int(span["row"]), "column": int(span["column"])}}
-            for span in self.spans
-        ]
-        for us, rate in zip(*self.link_rate(), strict=True):
-            events.append({"name": "link GB/s", "ph": "C", "pid": 0, "ts": float(us), "args": {"sent": float(rate)}})
         name = f"{self.op}, {self.strategy}, simulated"
-        events.append({"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}})
+        events = [*_spans.chrome_events(self.op, 0, self.spans, self.link_rate()), _spans.process_name(0, name)]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+
+    def drawing(self, window_us: float = 2.0) -> Drawing:
+        return Drawing(0, self.us, self.spans, self.link_rate(window_us))
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draws a PNG file: clusters over time, coloured by role and by whose the tile is, and the link's rate.
+
+        Raises:
+          ImportError: matplotlib isn't installed (``pip install 'entwine-jax[bench]'``).
+        """
+        _spans.draw({f"{self.op}, {self.strategy}": self.drawing()}, "simulated", path, workers="cluster")
 
 
 def simulate_tiles(
@@ -127,7 +119,7 @@ def simulate_tiles(
         ranks=ranks,
         us=times["us"],
         plan=plan,
-        spans=np.frombuffer(found["spans"], _SPAN),
+        spans=np.frombuffer(found["spans"], SPAN),
         link_bytes=np.array(found["link_bytes"]),
         bin_us=found["bin_us"],
     )

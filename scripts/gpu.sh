@@ -8,7 +8,7 @@
 # mlp times a SwiGLU MLP, forward and backward, against XLA and without its collectives.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
-# timeline traces the tiles of a call under three orders. gemm times the matmul alone against cuBLAS.
+# timeline traces the tiles of a call under three orders, and by each strategy. gemm times the matmul alone against cuBLAS.
 # tune tunes the ten shapes, and times what that found against the cost model's plans; the cache is $OUT/tuned.
 # soak launches random programs and checks every result to the bit, measures what calls and compilations leave in memory, then
 # kills and stops one of two processes; sanitize runs each kernel under compute-sanitizer, if it is there. Counts go to
@@ -240,7 +240,7 @@ fi
 
 if wants timeline; then
   echo "== timeline"
-  run timeline 90 "$python" -m benchmarks.timeline --out "$out/timeline.json"
+  run timeline 120 "$python" -m benchmarks.timeline --out "$out/timeline.json"
   grep -v -E '^(W|I|E)[0-9]{4} ' "$out/timeline.log" | tail -n 5 | cut -c1-300
 fi
 

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 # Behind everything else: the package under test is the installed one.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-import entwine_jax
 from benchmarks import (
     chains,
     collective_matmul,
@@ -37,7 +36,8 @@ from benchmarks import (
     tuned_table,
 )
 from benchmarks.peers import common, pallas, torch_symm_mem
-from entwine_jax import _trace, _tuned
+from benchmarks.shapes import Shape
+from entwine_jax import Config, _tuned
 
 # As the first version of the benchmark wrote it: reports must go on reading these.
 OLD_ROW = {
@@ -186,7 +186,20 @@ def test_wrong_results_are_not_timed(tmp_path, monkeypatch):
         collective_matmul.main(["--out", str(tmp_path / "wrong.json"), "--tiny", "--platform", "cpu"])
 
 
-def test_orders_are_independent():
+@pytest.mark.parametrize("count", range(1, 10))
+def test_orders_are_balanced(count):
+    """Behind every variant comes every other equally often within a round, and all take part in each."""
+    names = [str(i) for i in range(count)]
+    block = count * (1 + count % 2)
+    orders = [*itertools.islice(rounds.orders(names, "seed"), 3 * block)]
+    assert all(sorted(order) == names for order in orders)
+    behind = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(behind) == count * (count - 1) and set(behind.values()) <= {3 * (1 + count % 2)}
+    assert count < 4 or orders[:block] != orders[block : 2 * block]
+    assert orders == [*itertools.islice(rounds.orders(names, "seed"), 3 * block)]
+
+
+def test_sample_rounds():
     """Every variant follows every other about equally often; a rotation would give each one predecessor."""
     ran = []
 
@@ -463,25 +476,24 @@ def test_mlp_fwd_bwd_checks_results():
 
 
 def test_timeline(tmp_path):
-    """From notes to JSON; the notes themselves are made up here, since only GPUs take them."""
-    events = np.zeros(5, _trace._EVENT)
-    events["us"] = [1.0, 4.0, 9.0, 12.5, 14.0]
-    events["cta"] = [0, 0, 0, 1, 1]
-    events["writer"] = [0, 1, 2, 0, 1]
-    events["mark"] = [_trace.MARKS.index(m) for m in ("first_load", "multiplied", "landed", "first_load", "multiplied")]
-    events["owner"] = [1, 1, 1, 0, 0]
-    call = _trace.TracedCall("matmul_reduce_scatter", 0, 0, 2, 256, 256, 64, 2, events)
-    order = timeline.described(call)
-    assert order["us"] == 14.0 and order["tiles"] == [[[1.0, 4.0, 1]], [[12.5, 14.0, 0]]]
-    assert order["link_us"] == [5.0, 10.0, 15.0] and order["link_gb_per_s"] == [0.0, round(32768 / 5e3, 1), 0.0]
+    """From notes to JSON to pictures, of calls on CPU devices."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("of the host executor")
+    mesh = jax.make_mesh((2,), (chains.AXIS,), devices=jax.devices()[:2])
+    shape = Shape("matmul_reduce_scatter", 64, 32, 16)
+    tiles = Config(tile_m=16, tile_n=16)
+    described = timeline.described(timeline.traced(shape, "signal", tiles, mesh))
+    assert described["rank"] == 0 and described["link_gb_per_s"] and len(described["spans"]) > 4
+    drawn = timeline.drawing(described)
+    assert len(drawn.spans) == len(described["spans"]) and set(drawn.spans["owner"]) == {0, 1}
 
-    shape = {"op": "matmul_reduce_scatter", "m": 1, "n": 1, "k": 1}
-    results = {"machine": "2 x test", "shape": shape, "rank": 0, "orders": {"paced": order}}
+    calls = {"one": described, "another": described}
+    sizes = {"op": shape.op, "m": shape.m, "n": shape.n, "k": shape.k}
     path = tmp_path / "timeline.json"
-    path.write_text(json.dumps(results))
+    path.write_text(json.dumps({"machine": "2 x test", "pictures": {"name": {"shape": sizes, "calls": calls}}}))
     pytest.importorskip("matplotlib")
-    assert timeline.main([str(path), "--plot", str(tmp_path / "timeline.png")]) == 0
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
+    assert timeline.main([str(path), "--plots", str(tmp_path)]) == 0
+    assert (tmp_path / "name.png").stat().st_size > 1000
 
 
 def test_table_that_ships():
@@ -503,9 +515,6 @@ def test_table_that_ships():
 
 
 def test_picture_of_strategies(tmp_path):
-    call = entwine_jax.simulate_tiles("matmul_reduce_scatter", 1024, 1024, 512, 2, strategy="signal")
-    found = strategy_picture.kinds(call)
-    assert found.keys() == strategy_picture.COLORS.keys() and sum(map(len, found.values())) == len(call.spans)
     pytest.importorskip("matplotlib")
-    strategy_picture.draw({"signal": call}, "a title", tmp_path / "picture.png")
+    strategy_picture.main([str(tmp_path / "picture.png")])
     assert (tmp_path / "picture.png").stat().st_size > 1000

@@ -187,7 +187,7 @@ def test_it_is_near_what_was_measured():
         # Suite small was timed from idle, where XLA's collectives begin late.
         pairs = [pair for pair in zip(times, rows, strict=True) if which == 0 or pair[1]["suite"] != "small"]
         ratios = [each[which] / row[name] * 1e-3 for each, row in pairs]
-        assert model.mean_error(ratios) < (0.06, 0.08)[which], name
+        assert model.mean_error(ratios) < (0.06, 0.09)[which], name
         assert all(0.8 < ratio < 1.25 for ratio, (_, row) in zip(ratios, pairs, strict=True) if row["m"] >= 1024), name
 
 

@@ -54,7 +54,7 @@ def looks(**left):
         ({}, []),
         ({"call": (400, 0)}, ["host_call"]),
         ({"call": (0, 1024)}, ["device_call"]),
-        ({"compilation": (50_000, 0)}, ["host_compilation"]),
+        ({"compilation": (70_000, 0)}, ["host_compilation"]),
         ({"compilation": (0, 100_000)}, ["device_compilation"]),
         ({"compilation": (50_000, 100_000), "xla_compilation": (60_000, 110_000)}, []),
         ({"call": (2_000, 0), "xla_call": (1_950, 0)}, []),

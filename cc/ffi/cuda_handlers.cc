@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "ffi/problem.h"
 #include "ffi/signal_handlers.h"
@@ -156,9 +157,19 @@ ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t devi
   call->multiprocessors = static_cast<uint32_t>(ready_device(device));
   if (team::tracing()) {
     sm90::TraceShape notes = sm90::trace_shape(*call);
-    if (notes.events() != 0)
-      call->trace = team::trace_launch(
-          {op, call->geometry, call->rank, call->float_out ? 4u : 2u, device, notes.ctas, notes.capacity, nullptr});
+    if (notes.events() != 0) {
+      team::TracedLaunch traced{};
+      traced.strategy = call->plan.movers != 0 ? "resident" : "fused";
+      traced.op = op;
+      traced.geometry = call->geometry;
+      traced.rank = call->rank;
+      traced.out_bytes = call->float_out ? 4 : 2;
+      traced.unit_bytes = notes.unit_bytes;
+      traced.device = device;
+      traced.ctas = notes.ctas;
+      traced.capacity = notes.capacity;
+      call->trace = team::trace_launch(std::move(traced));
+    }
   }
   cudaError_t error = sm90::launch(*call, stream);
   if (error != cudaSuccess) return failed(op, std::string("launch: ") + cudaGetErrorString(error), ffi::ErrorCode::kInternal);

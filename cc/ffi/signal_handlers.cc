@@ -25,9 +25,11 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ffi/signal_call.h"
@@ -37,6 +39,7 @@
 #include "team/clique.h"
 #include "team/device_scope.h"
 #include "team/stuck.h"
+#include "team/trace.h"
 
 namespace entwine {
 namespace {
@@ -75,6 +78,9 @@ struct Call {
   bool engines;
   schedule::ArenaDemand demand;
   uint64_t timeout_ns;
+  // If notes are taken.
+  schedule::Geometry geometry;  // of the whole call
+  std::shared_ptr<team::Moments> moments;
 };
 
 ffi::ErrorOr<Call> decode_call(Op op, SignalAttributes const& attributes, Buffers const& buffers,
@@ -112,6 +118,7 @@ ffi::ErrorOr<Call> decode_call(Op op, SignalAttributes const& attributes, Buffer
   call.clusters = (call.multiprocessors - left) / 2;
   call.type = k.operands == Operands::kF16 ? team::Beside::kF16 : team::Beside::kBf16;
   k.ranks = problem.geometry.ranks;
+  call.geometry = problem.geometry;
   call.engines = decoded->plan.engines();
   call.demand = schedule::landing_demand(op, k.geometry, k.ranks, kElementBytes);
   call.timeout_ns = static_cast<uint64_t>(attributes.timeout_ms) * 1'000'000;
@@ -177,6 +184,60 @@ class Steps {
   std::string why_;
 };
 
+// Notes that `stream` has come to this.
+void note(Call const& call, cudaStream_t stream, schedule::Mark mark, uint32_t group, Steps& then) {
+  if (call.moments && then.well()) then(call.moments->mark(stream, mark, group));
+}
+
+// Of a group, to all peers.
+std::vector<uint64_t> group_bytes(Call const& call) {
+  sm90::SignalCall const& k = call.kernel;
+  std::vector<uint64_t> bytes;
+  for (uint32_t group = 0; group < k.groups.count; ++group) {
+    uint64_t elements = k.groups.size(group) * k.tile_elements();
+    if (k.op == Op::kAllGatherMatmul) {
+      elements = 0;
+      for (Piece const& piece : pieces_of(k, group)) elements += uint64_t(piece.rows) * k.geometry.k;
+    }
+    bytes.push_back(elements * kElementBytes * (k.ranks - 1));
+  }
+  return bytes;
+}
+
+// Room for a call's notes, if they are taken and there is some left.
+void take_notes(Call& call, int device, cudaStream_t stream, Steps& then) {
+  sm90::SignalCall& k = call.kernel;
+  if (!team::tracing() || !then.well()) return;
+  k.trace_clusters = call.all_clusters;
+  sm90::SignalTraceShape shape = sm90::signal_trace_shape(k);
+  if (shape.events() == 0) return;
+  auto moments = std::make_shared<team::Moments>(device);
+  team::TracedLaunch traced{};
+  traced.strategy = "signal";
+  traced.op = k.op;
+  traced.geometry = call.geometry;
+  traced.rank = k.rank;
+  traced.out_bytes = kElementBytes;
+  traced.device = device;
+  traced.launches = shape.launches;
+  traced.ctas = shape.ctas;
+  traced.capacity = shape.capacity;
+  traced.group_bytes = group_bytes(call);
+  traced.moments = moments;
+  k.trace = team::trace_launch(std::move(traced));
+  if (k.trace == nullptr) return;
+  then(sm90::launch_clock(&k.trace[shape.events()].ns, stream));
+  call.moments = moments;
+  note(call, stream, schedule::Mark::kClaimed, 0, then);
+}
+
+// The last copies of groups `first` to `end`.
+void finish(Call const& call, uint32_t first, uint32_t end, cudaStream_t stream, Steps& then) {
+  note(call, stream, schedule::Mark::kCopying, end - 1, then);
+  if (then.well()) then(sm90::launch_finish(call.kernel, first, end, call.multiprocessors, stream));
+  note(call, stream, schedule::Mark::kCopied, end - 1, then);
+}
+
 void sum_groups(Call const& call, team::Beside& beside, cudaStream_t stream, Steps& then) {
   sm90::SignalCall const& k = call.kernel;
   uint32_t last = k.groups.count - 1;
@@ -185,14 +246,16 @@ void sum_groups(Call const& call, team::Beside& beside, cudaStream_t stream, Ste
     then(beside.await(k.finished(group), k.parts(group)));
     size_t count = k.groups.size(group) * k.tile_elements();
     uint8_t* tiles = k.tiles() + uint64_t(k.geometry.ranks) * k.groups.begin(group) * k.tile_elements() * 2;
+    note(call, beside.stream(), schedule::Mark::kSending, group, then);
     if (then.well())
       then(k.op == Op::kMatmulAllReduce ? beside.sum(tiles, count, call.type)
                                         : beside.sum_and_scatter(tiles, count, call.type));
+    note(call, beside.stream(), schedule::Mark::kSent, group, then);
     if (group + 1 == last && then.well()) then(beside.mark(0));
   }
   if (last > 0 && then.well()) {
     then(beside.join(stream, 0));
-    if (then.well()) then(sm90::launch_finish(k, 0, last, call.multiprocessors, stream));
+    finish(call, 0, last, stream, then);
   }
 }
 
@@ -227,7 +290,9 @@ void gather_groups(Call const& call, team::Beside& beside, cudaStream_t stream, 
   schedule::Geometry const& g = k.geometry;
   uint32_t count = k.groups.count;
   for (uint32_t group = 0; group < count && then.well(); ++group) {
+    note(call, beside.stream(), schedule::Mark::kSending, group, then);
     gather_group(call, beside, group, then);
+    note(call, beside.stream(), schedule::Mark::kSent, group, then);
     if (then.well()) then(beside.mark(group));
     if (group == 0 && then.well()) then(sm90::launch_own_rows(k, call.clusters, stream));
   }
@@ -280,6 +345,7 @@ void push_sums(Call const& call, Landing const& landing, team::Beside& beside, c
   then(sm90::launch_sums(k, call.clusters, stream));
   for (uint32_t group = 0; group <= last && then.well(); ++group) {
     then(beside.await(k.finished(group), k.parts(group)));
+    note(call, beside.stream(), schedule::Mark::kSending, group, then);
     uint32_t first = k.groups.begin(group);
     size_t bytes = k.groups.size(group) * k.tile_elements() * kElementBytes;
     for (uint32_t step = 1; step < k.ranks && then.well(); ++step) {
@@ -288,9 +354,10 @@ void push_sums(Call const& call, Landing const& landing, team::Beside& beside, c
       then(beside.push(landing.sums(peer, k.rank, first), k.tiles() + tile * k.tile_elements() * kElementBytes, bytes));
       if (then.well()) then(beside.raise(landing.word(peer, k.rank, group)));
     }
+    note(call, beside.stream(), schedule::Mark::kSent, group, then);
   }
   if (last > 0 && then.well()) then(landing.await(0, last, stream));
-  if (last > 0 && then.well()) then(sm90::launch_finish(k, 0, last, call.multiprocessors, stream));
+  if (last > 0) finish(call, 0, last, stream, then);
   if (then.well()) then(landing.await(last, last + 1, stream));
 }
 
@@ -301,7 +368,8 @@ void push_rows(Call const& call, Landing const& landing, team::Beside& beside, c
   auto const* own = static_cast<uint8_t const*>(k.x);
   size_t row_bytes = size_t(g.k) * kElementBytes, chunk = g.m_shard * row_bytes;
   uint32_t count = k.groups.count;
-  for (uint32_t group = 0; group < count && then.well(); ++group)
+  for (uint32_t group = 0; group < count && then.well(); ++group) {
+    note(call, beside.stream(), schedule::Mark::kSending, group, then);
     for (uint32_t step = 1; step < k.ranks && then.well(); ++step) {
       uint32_t peer = (k.rank + step) % k.ranks;
       for (Piece const& piece : pieces_of(k, group)) {
@@ -311,6 +379,8 @@ void push_rows(Call const& call, Landing const& landing, team::Beside& beside, c
       }
       if (then.well()) then(beside.raise(landing.word(peer, k.rank, group)));
     }
+    note(call, beside.stream(), schedule::Mark::kSent, group, then);
+  }
   if (then.well()) then(sm90::launch_own_rows(k, call.clusters, stream));
   for (uint32_t group = 0; group < count && then.well(); ++group) {
     then(landing.await(group, group + 1, stream));
@@ -389,6 +459,7 @@ ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t devi
   Steps then;
   auto lock = beside.alone();
   then(cudaMemsetAsync(k.scratch, 0, schedule::kScratchHead, stream));
+  take_notes(*call, device, stream, then);
   if (then.well()) then(beside.follow(stream));
   if (arena != nullptr) {
     Landing landing(*call, *arena, beside.next_epoch(arena));
@@ -408,8 +479,7 @@ ffi::Error execute(team::CliqueContext clique, cudaStream_t stream, int32_t devi
   std::string why = beside.mark(kJoin);
   if (why.empty()) why = beside.join(stream, kJoin);
   then(why);
-  if (op != Op::kAllGatherMatmul && then.well())
-    then(sm90::launch_finish(k, k.groups.count - 1, k.groups.count, call->multiprocessors, stream));
+  if (op != Op::kAllGatherMatmul) finish(*call, k.groups.count - 1, k.groups.count, stream, then);
   return then.well() ? ffi::Error::Success() : failed(op, then.why(), ffi::ErrorCode::kInternal);
 }
 

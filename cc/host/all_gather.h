@@ -28,17 +28,22 @@ class AllGather : RankPart<In, Out> {
       uint32_t tile = claims.next();
       if (tile >= order_.size()) return gathering_.copy_all(worker);
       schedule::Tile t = order_.at(tile);
+      worker.trace.mark(schedule::Mark::kClaimed, t);
       if (t.owner != this->rank() && !this->raised(t.owner, gathering_.word(t.row))) {
         if (!movers) gathering_.push_all(worker);
         if (!this->await(t.owner, gathering_.word(t.row), t)) return false;
       }
+      worker.trace.mark(schedule::Mark::kPosted, t);
       worker.product.clear();
+      worker.trace.mark(schedule::Mark::kFirstLoad, t);
       this->add_product(worker, t, this->product(t), rows(t));
+      worker.trace.mark(schedule::Mark::kMultiplied, t);
       this->scale(worker, t);
       this->finish(worker, t);
       this->gate(worker, t, rows(t));
       size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
       this->store(worker, t, this->y(t, row), this->pitch(t));
+      worker.trace.mark(schedule::Mark::kRounded, t);
     }
   }
 

@@ -53,6 +53,7 @@ class AllReduce : PartialSums<In, Out> {
       this->store(worker, t, result(peer, this->rank(), index), g_.tile_n);
       this->raise(worker, peer, word(index));
     }
+    worker.trace.mark(schedule::Mark::kLanded, t);
   }
 
   bool collect_all(Worker<In>& worker) const {
@@ -65,6 +66,7 @@ class AllReduce : PartialSums<In, Out> {
       schedule::Tile t{job.owner, cell.row, cell.col};
       if (g_.rows(t) == 0) continue;
       if (!this->await(job.owner, word(job.index), t)) return false;
+      worker.trace.mark(schedule::Mark::kCollected, t);
       Out const* image = result(this->rank(), job.owner, job.index);
       for (uint32_t i = 0; i < g_.rows(t); ++i)
         std::memcpy(y(t) + size_t(i) * g_.n, image + size_t(i) * g_.tile_n, this->cols(t) * sizeof(Out));

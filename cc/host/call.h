@@ -13,6 +13,7 @@
 #include "schedule/plan.h"
 #include "schedule/products.h"
 #include "schedule/tile_order.h"
+#include "schedule/trace_event.h"
 
 namespace entwine::host {
 
@@ -85,8 +86,9 @@ struct Seat {
   uint32_t epoch;
   std::vector<Arena*> const* arenas;  // of all ranks
   Operands operands;
-  std::atomic<bool> const* off;              // the team has given up; looked at by whoever waits
-  std::function<void(std::string)> give_up;  // sets it, says why, and wakes all who wait
+  std::atomic<bool> const* off;                                     // the team has given up; looked at by whoever waits
+  std::function<void(std::string)> give_up;                         // sets it, says why, and wakes all who wait
+  std::vector<std::vector<schedule::TraceEvent>>* notes = nullptr;  // by worker: trace.h; null if none are taken
 };
 
 }  // namespace entwine::host

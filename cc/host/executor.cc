@@ -19,11 +19,15 @@ bool run(Seat const& seat, Crew& crew, uint32_t besides = 0) {
   own.copy_queue().store(0);
   own.move_queue().store(0);
   own.idle_half().store(0);
-  Part part(seat);
+  Seat noted = seat;
+  std::vector<Notes> notes(seat.spec->workers + besides);
+  if (tracing()) noted.notes = &notes;
+  Part part(noted);
   std::atomic<bool> finished{true};
   crew.run(seat.spec->workers + besides, [&](uint32_t worker) {
     if (!part.run(worker)) finished.store(false);
   });
+  if (noted.notes != nullptr) trace_call({*seat.spec, seat.rank, std::move(notes)});
   return finished.load();
 }
 

@@ -86,6 +86,7 @@ class Gathering : RankPart<In, Out> {
     if (u.first && whole_ != nullptr)
       std::memcpy(whole_ + gathering_.whole_offset(u.row, this->rank(), this->g_.ranks) + p.begin, from, p.bytes);
     std::memcpy(staged(u.destination, this->rank()) + gathering_.offset(u.row) + p.begin, from, p.bytes);
+    worker.trace.mark_unit(u.destination, u.row);
     Arena::Word& arrivals =
         this->own().arrivals(schedule::signal_word(u.destination, this->own().layout().words_per_source, word(u.row)));
     if (arrivals.fetch_add(1) + 1 < kUnitsPerBlock) return;

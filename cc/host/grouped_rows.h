@@ -27,12 +27,17 @@ class GroupedRows : RankPart<In, Out> {
       uint32_t position = this->own().tile_queue().fetch_add(1);
       if (position >= g_.tiles()) return true;
       schedule::Tile t = tile_at(position);
+      worker.trace.mark(schedule::Mark::kClaimed, t);
       if (t.owner != this->rank() && !await_group(groups_.of(t.row))) return false;
+      worker.trace.mark(schedule::Mark::kPosted, t);
       worker.product.clear();
+      worker.trace.mark(schedule::Mark::kFirstLoad, t);
       this->add_product(worker, t, 0, rows(t));
+      worker.trace.mark(schedule::Mark::kMultiplied, t);
       this->finish(worker, t);
       size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
       this->store(worker, t, this->y(t, row), this->pitch(t));
+      worker.trace.mark(schedule::Mark::kRounded, t);
     }
   }
 
@@ -71,6 +76,7 @@ class GroupedRows : RankPart<In, Out> {
 
   bool gather_all(Worker<In>& worker) {
     for (uint32_t group = 0; group < groups_.count; ++group) {
+      worker.trace.mark_group(schedule::Mark::kSending, group);
       for (uint32_t slot = 0; slot < g_.ranks - 1; ++slot) {
         uint32_t peer = schedule::peer_of_slot(this->rank(), slot);
         each_block(group, [&](uint32_t block, size_t offset, size_t bytes) {
@@ -85,6 +91,7 @@ class GroupedRows : RankPart<In, Out> {
           std::memcpy(place(peer, block), staged(this->rank(), peer) + offset, bytes);
         });
       }
+      worker.trace.mark_group(schedule::Mark::kSent, group);
       there_.store(group + 1);
       this->own().bell().ring();
     }

@@ -25,10 +25,14 @@ class GroupedSums : RankPart<In, Out> {
       uint32_t position = this->own().tile_queue().fetch_add(1);
       if (position >= order_.size()) return true;
       schedule::Tile t = order_.at(position);
+      worker.trace.mark(schedule::Mark::kClaimed, t);
       worker.product.clear();
+      worker.trace.mark(schedule::Mark::kFirstLoad, t);
       this->add_product(worker, t, 0, rows(t));
+      worker.trace.mark(schedule::Mark::kMultiplied, t);
       uint32_t cell = raster_.index(t.row, t.col), group = groups_.of(cell);
       this->store(worker, t, image(partials(this->rank()), t.owner, cell), g_.tile_n);
+      worker.trace.mark(schedule::Mark::kLanded, t);
       if (finished_[group].fetch_add(1) + 1 == whole(group)) this->own().bell().ring();
     }
   }
@@ -56,14 +60,18 @@ class GroupedSums : RankPart<In, Out> {
       auto done = [&] { return finished_[group].load() == whole(group) || seat_.off->load(); };
       this->own().bell().wait(Timeout(0), done);
       if (seat_.off->load()) return false;
+      worker.trace.mark_group(schedule::Mark::kSending, group);
       for (uint32_t peer = 0; peer < team; ++peer)
         if (peer != this->rank()) this->raise(worker, peer, group);
       schedule::Raster::Cell first = raster_.at(groups_.begin(group));
       for (uint32_t peer = 0; peer < team; ++peer)
         if (peer != this->rank() && !this->await(peer, group, {owner(), first.row, first.col})) return false;
       for (uint32_t cell = groups_.begin(group); cell < groups_.ends[group]; ++cell) sum(worker, cell);
+      worker.trace.mark_group(schedule::Mark::kSent, group);
     }
+    worker.trace.mark_group(schedule::Mark::kCopying, groups_.count - 1);
     for (uint32_t cell = 0; cell < raster_.size(); ++cell) copy(worker, cell);
+    worker.trace.mark_group(schedule::Mark::kCopied, groups_.count - 1);
     return true;
   }
 

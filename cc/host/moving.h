@@ -56,6 +56,7 @@ class Moving : RankPart<In, Out> {
     if (job.result && g_.rows(t) == 0) return true;  // nobody makes it
     this->own().bell().wait(Timeout(0), [&] { return this->raised(this->rank(), flag(t)) || seat_.off->load(); });
     if (!this->raised(this->rank(), flag(t))) return false;
+    worker.trace.mark(schedule::Mark::kMoving, {job.peer, cell.row, cell.col});
     size_t set = schedule::peer_slot(job.peer, this->rank());
     size_t results = job.result ? schedule::results_offset(g_, sizeof(Out)) : 0;
     std::byte* to = this->arena(job.peer).staging(seat_.epoch) + results;
@@ -64,6 +65,7 @@ class Moving : RankPart<In, Out> {
     this->raise(worker, job.peer,
                 job.result ? schedule::result_signal(g_.chunk_tiles(), job.index, 0, schedule::kHostParts)
                            : schedule::partial_signal(job.index, 0, schedule::kHostParts));
+    worker.trace.mark(schedule::Mark::kMoved, {});
     return true;
   }
 

@@ -23,8 +23,11 @@ class PartialSums : protected RankPart<In, Out> {
       uint32_t tile = claims.next();
       if (tile >= order_.size()) return true;
       schedule::Tile t = order_.at(tile);
+      worker.trace.mark(schedule::Mark::kClaimed, t);
       worker.product.clear();
+      worker.trace.mark(schedule::Mark::kFirstLoad, t);
       for (uint32_t i = 0; i < seat_.spec->products.count; ++i) this->add_product(worker, t, i, rows(t, i));
+      worker.trace.mark(schedule::Mark::kMultiplied, t);
       this->scale(worker, t);
       if (t.owner != this->rank()) {
         hand_over(worker, t);
@@ -33,6 +36,7 @@ class PartialSums : protected RankPart<In, Out> {
       if (!add_partials(worker, t)) return false;
       this->finish(worker, t);
       store_sum(t);
+      worker.trace.mark(schedule::Mark::kRounded, t);
     }
   }
 
@@ -63,13 +67,16 @@ class PartialSums : protected RankPart<In, Out> {
       moving_.finished(worker, t);
     else
       this->raise(worker, t.owner, word(t));
+    worker.trace.mark(schedule::Mark::kLanded, t);
   }
 
   // Adds the peers' partial sums in rank order, in float.
   bool add_partials(Worker<In>& worker, schedule::Tile const& t) const {
+    worker.trace.mark(schedule::Mark::kAwaited, t);
     for (uint32_t slot = 0; slot < g_.ranks - 1; ++slot) {
       uint32_t peer = schedule::peer_of_slot(this->rank(), slot);
       if (!this->await(peer, word(t), t)) return false;
+      if (slot == g_.ranks - 2) worker.trace.mark(schedule::Mark::kArrived, t);
       Out const* image = partial(peer, t);
       for (uint32_t i = 0; i < g_.rows(t); ++i)
         for (uint32_t j = 0; j < this->cols(t); ++j) worker.product.row(i)[j] += to_float(image[size_t(i) * g_.tile_n + j]);

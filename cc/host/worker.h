@@ -9,6 +9,7 @@
 #include "host/call.h"
 #include "host/epilogue.h"
 #include "host/tile_math.h"
+#include "host/trace.h"
 
 namespace entwine::host {
 
@@ -31,12 +32,16 @@ class Stalls {
 template <typename In>
 struct Worker {
   Worker(Seat const& seat, uint32_t index)
-      : product(seat.spec->geometry, seat.spec->transpose_w), stalls(seat, index), index(index) {
+      : product(seat.spec->geometry, seat.spec->transpose_w),
+        stalls(seat, index),
+        trace(seat.notes == nullptr ? nullptr : &(*seat.notes)[index]),
+        index(index) {
     if (seat.spec->products.gated) up.emplace(seat.spec->geometry, seat.spec->transpose_w);
   }
   TileProduct<In> product;
   std::optional<TileProduct<In>> up;  // gated: the tile's other half
   Stalls stalls;
+  Tracer trace;
   uint32_t index;
 };
 

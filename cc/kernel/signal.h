@@ -11,6 +11,7 @@
 #include "schedule/activation.h"
 #include "schedule/group_search.h"
 #include "schedule/stuck_report.h"
+#include "schedule/trace_event.h"
 
 namespace entwine::sm90 {
 
@@ -28,7 +29,9 @@ struct SignalCall {
   uint8_t* scratch;  // schedule/tile_groups.h
   void* whole;       // all-gather: all of x
   uint32_t ranks, rank;
-  uint8_t const* landed;  // sums by copy engines: schedule::landing_demand(); else null
+  uint8_t const* landed;        // sums by copy engines: schedule::landing_demand(); else null
+  schedule::TraceEvent* trace;  // null: no notes. Else signal_trace_shape().events() of them, zeroed, mapped here
+  uint32_t trace_clusters;      // that shape's, the most of any launch
 
   uint32_t owner() const { return op == schedule::Op::kMatmulReduceScatter ? rank : 0; }  // sums: of the tiles that become y
   uint8_t* tiles() const { return scratch + schedule::kScratchHead; }
@@ -62,11 +65,20 @@ struct AwaitCall {
 };
 cudaError_t launch_await(SignalCall const& call, AwaitCall const& await, uint32_t first, uint32_t end, cudaStream_t stream);
 
+// Notes of one traced call: those of each launch's CTAs after the other's, each writer's as many as `capacity`.
+struct SignalTraceShape {
+  uint32_t launches, ctas, capacity;
+  uint64_t events() const { return uint64_t(launches) * ctas * schedule::kTraceWriters * capacity; }
+};
+SignalTraceShape signal_trace_shape(SignalCall const& call);
+// Enqueues a kernel that writes what %globaltimer shows.
+cudaError_t launch_clock(uint64_t* ns, cudaStream_t stream);
+
 // Of the .cu file.
 struct SignalVariant {
   uint32_t tile_n;
   Operands operands;
-  bool transposed_w;
+  bool transposed_w, traced;
 };
 using SignalKernel = void (*)(struct SignalParams);
 SignalKernel signal_kernel(SignalVariant const& variant, int* shared_bytes);
@@ -74,5 +86,7 @@ using FinishKernel = void (*)(struct FinishParams);
 FinishKernel finish_kernel(Operands operands);
 using AwaitKernel = void (*)(struct AwaitParams);
 AwaitKernel await_kernel();
+using ClockKernel = void (*)(uint64_t*);
+ClockKernel clock_kernel();
 
 }  // namespace entwine::sm90

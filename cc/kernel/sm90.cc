@@ -120,13 +120,13 @@ cudaError_t load_kernels() {
 }
 
 TraceShape trace_shape(Call const& call) {
-  if (call.plan.form == schedule::Form::kFewRows || call.operands != Operands::kBf16) return {0, 0};
-  if (call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {0, 0};
+  if (call.plan.form == schedule::Form::kFewRows || call.operands != Operands::kBf16) return {};
+  if (call.geometry.tile_m != 256 || call.geometry.tile_n != 256) return {};
   // A storer notes five things a tile, a pusher one a unit, a collector one a part of a tile; clusters share tiles almost
   // evenly, pushers units less so.
   uint32_t clusters = clusters_of(call), multiply = clusters > call.plan.movers ? clusters - call.plan.movers : 1;
   uint32_t tiles = schedule::ceil_div(call.geometry.tiles(), multiply);
-  return {kCtas * clusters, 256 + 16 * tiles};
+  return {kCtas * clusters, 256 + 16 * tiles, kUnitBytes};
 }
 
 namespace {

@@ -54,6 +54,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream);
 // None for kernels of small tiles or of operands other than bf16, which can't.
 struct TraceShape {
   uint32_t ctas, capacity;
+  uint32_t unit_bytes;  // of a push
   uint64_t events() const { return uint64_t(ctas) * schedule::kTraceWriters * capacity; }
 };
 TraceShape trace_shape(Call const& call);

@@ -71,7 +71,12 @@ cudaError_t launch(SignalCall const& call, Rows const& rows, uint32_t clusters, 
   params.first_row = rows.first;
   params.clusters = p.clusters = schedule::larger(schedule::smaller(clusters, params.count), 1);
   int shared_bytes = 0;
-  SignalKernel kernel = signal_kernel({g.tile_n, call.operands, call.transposed_w}, &shared_bytes);
+  if (call.trace != nullptr) {
+    SignalTraceShape notes = signal_trace_shape(call);
+    p.trace = call.trace + uint64_t(rows.claims) * notes.ctas * schedule::kTraceWriters * notes.capacity;
+    p.trace_capacity = notes.capacity;
+  }
+  SignalKernel kernel = signal_kernel({g.tile_n, call.operands, call.transposed_w, call.trace != nullptr}, &shared_bytes);
   return launch_clusters(kernel, params, kCtas, shared_bytes, stream);
 }
 
@@ -97,20 +102,38 @@ std::string unsupported(SignalCall const& call) {
 }
 
 cudaError_t load_signal_kernels() {
+  auto load = [](auto* kernel) {
+    cudaFuncAttributes attributes;  // asking for them loads it
+    return cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(kernel));
+  };
   for (Operands operands : {Operands::kBf16, Operands::kF16}) {
     for (bool transposed_w : {false, true})
-      for (schedule::TileShape tile : schedule::kSignalTiles) {
-        int shared_bytes = 0;
-        SignalKernel kernel = signal_kernel({tile.n, operands, transposed_w}, &shared_bytes);
-        cudaError_t error = allow_shared(kernel, shared_bytes);
-        if (error != cudaSuccess) return error;
-      }
-    cudaFuncAttributes attributes;  // asking for them loads it
-    cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(finish_kernel(operands)));
-    if (error != cudaSuccess) return error;
+      for (bool traced : {false, true})
+        for (schedule::TileShape tile : schedule::kSignalTiles) {
+          int shared_bytes = 0;
+          SignalKernel kernel = signal_kernel({tile.n, operands, transposed_w, traced}, &shared_bytes);
+          cudaError_t error = allow_shared(kernel, shared_bytes);
+          if (error != cudaSuccess) return error;
+        }
+    if (cudaError_t error = load(finish_kernel(operands)); error != cudaSuccess) return error;
   }
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(await_kernel()));
+  cudaError_t error = load(await_kernel());
+  return error == cudaSuccess ? load(clock_kernel()) : error;
+}
+
+SignalTraceShape signal_trace_shape(SignalCall const& call) {
+  if (call.operands != Operands::kBf16 || call.geometry.tile_n != 256) return {0, 0, 0};
+  // A storer notes three things a tile; clusters share tiles almost evenly.
+  uint32_t launches = call.op == Op::kAllGatherMatmul ? 1 + call.groups.count : 1;
+  uint32_t clusters = call.trace_clusters;
+  return {launches, kCtas * clusters, 64 + 8 * schedule::ceil_div(call.geometry.tiles(), clusters)};
+}
+
+cudaError_t launch_clock(uint64_t* ns, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = config.blockDim = dim3(1);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, clock_kernel(), ns);
 }
 
 cudaError_t launch_sums(SignalCall const& call, uint32_t clusters, cudaStream_t stream) {

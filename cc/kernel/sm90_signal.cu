@@ -19,9 +19,9 @@ __global__ void __launch_bounds__(kThreads, 1) sm90_signal_matmul_f16(__grid_con
   signal_matmul<C>(params);
 }
 
-template <uint32_t kTileN, bool kTransposedW, Operands kOperands>
+template <uint32_t kTileN, bool kTransposedW, Operands kOperands, bool kTraced = false>
 SignalKernel kernel_of(int* shared_bytes) {
-  using C = SignalConfig<kTileN, kOperands, kTransposedW>;
+  using C = SignalConfig<kTileN, kOperands, kTransposedW, kTraced>;
   *shared_bytes = Shared<C>::kAllocated;
   if constexpr (kOperands == Operands::kF16)
     return sm90_signal_matmul_f16<C>;
@@ -29,16 +29,19 @@ SignalKernel kernel_of(int* shared_bytes) {
     return sm90_signal_matmul_bf16<C>;
 }
 
+// Only large tiles of bf16 have kernels that take notes.
 template <uint32_t kTileN, bool kTransposedW>
-SignalKernel kernel_of(Operands operands, int* shared_bytes) {
+SignalKernel kernel_of(Operands operands, bool traced, int* shared_bytes) {
+  if constexpr (kTileN == 256)
+    if (traced && operands == Operands::kBf16) return kernel_of<kTileN, kTransposedW, Operands::kBf16, true>(shared_bytes);
   return operands == Operands::kF16 ? kernel_of<kTileN, kTransposedW, Operands::kF16>(shared_bytes)
                                     : kernel_of<kTileN, kTransposedW, Operands::kBf16>(shared_bytes);
 }
 
 template <uint32_t kTileN>
 SignalKernel kernel_of(SignalVariant const& v, int* shared_bytes) {
-  return v.transposed_w ? kernel_of<kTileN, true>(v.operands, shared_bytes)
-                        : kernel_of<kTileN, false>(v.operands, shared_bytes);
+  return v.transposed_w ? kernel_of<kTileN, true>(v.operands, v.traced, shared_bytes)
+                        : kernel_of<kTileN, false>(v.operands, v.traced, shared_bytes);
 }
 
 template <class Pair>
@@ -129,6 +132,9 @@ __global__ void sm90_signal_await(__grid_constant__ const AwaitParams p) {
   }
 }
 
+// What the GPU's clock shows, for a trace.
+__global__ void sm90_signal_clock(uint64_t* ns) { *ns = ptx::nanoseconds(); }
+
 }  // namespace
 
 SignalKernel signal_kernel(SignalVariant const& v, int* shared_bytes) {
@@ -140,5 +146,7 @@ FinishKernel finish_kernel(Operands operands) {
 }
 
 AwaitKernel await_kernel() { return sm90_signal_await; }
+
+ClockKernel clock_kernel() { return sm90_signal_clock; }
 
 }  // namespace entwine::sm90

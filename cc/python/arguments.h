@@ -15,6 +15,7 @@ namespace entwine {
 void define_schedule(nanobind::module_& m);
 void define_signal(nanobind::module_& m);
 void define_simulation(nanobind::module_& m);
+void define_trace(nanobind::module_& m);
 
 inline schedule::Op op_of(std::string const& name) {
   for (schedule::Op op : {schedule::Op::kAllGatherMatmul, schedule::Op::kMatmulReduceScatter, schedule::Op::kMatmulAllReduce})

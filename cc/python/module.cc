@@ -17,7 +17,6 @@
 #include "ffi/problem.h"
 #include "team/arena.h"
 #include "team/nccl.h"
-#include "team/trace.h"
 #endif
 
 namespace entwine {
@@ -59,39 +58,11 @@ bool cuda_built() {
 }
 
 #ifdef ENTWINE_WITH_CUDA
-void start_trace(uint64_t bytes) {
-  std::string why = team::trace_start(bytes);
-  if (!why.empty()) throw std::runtime_error(why);
-}
-
 // {version, path, ""}, or as far as known and why NCCL can't be used.
 std::tuple<std::string, std::string, std::string> nccl() {
   std::string why;
   team::Nccl const* bound = team::bind_nccl(&why);
   return {bound == nullptr ? "" : team::dotted(bound->version), bound == nullptr ? "" : bound->path, why};
-}
-
-// One dict a launch; "events" are the bytes of schedule::TraceEvent[ctas][writers][capacity].
-nb::list stop_trace() {
-  nb::list launches;
-  for (team::TracedLaunch const& launch : team::trace_stop()) {
-    nb::dict d;
-    d["op"] = schedule::op_name(launch.op);
-    d["device"] = launch.device;
-    d["rank"] = launch.rank;
-    d["ranks"] = launch.geometry.ranks;
-    d["m_shard"] = launch.geometry.m_shard;
-    d["n"] = launch.geometry.n;
-    d["k"] = launch.geometry.k;
-    d["out_bytes"] = launch.out_bytes;
-    d["ctas"] = launch.ctas;
-    d["writers"] = schedule::kTraceWriters;
-    d["capacity"] = launch.capacity;
-    d["events"] = nb::bytes(reinterpret_cast<char const*>(launch.events),
-                            uint64_t(launch.ctas) * schedule::kTraceWriters * launch.capacity * sizeof(schedule::TraceEvent));
-    launches.append(d);
-  }
-  return launches;
 }
 #endif
 
@@ -107,13 +78,12 @@ NB_MODULE(_core, m) {
   define_schedule(m);
   define_signal(m);
   define_simulation(m);
+  define_trace(m);
 #ifdef ENTWINE_WITH_CUDA
   m.def("hopper", &hopper, "device_ordinals"_a, "Empty if these GPUs are all sm_90, else why not.");
   m.def("peer_access", &peer_access, "device_ordinals"_a,
         "Empty if these GPUs are all sm_90 and see each other's memory, else why not.");
   m.def("nccl", &nccl, "Version and path of the NCCL in this process, and why it can't be used: empty if it can.");
-  m.def("start_trace", &start_trace, "bytes"_a, "From now on launches note what happens to their tiles.");
-  m.def("stop_trace", &stop_trace, "The launches since start_trace, as dicts.");
 #endif
 }
 

@@ -10,7 +10,7 @@ namespace entwine::simulate {
 struct Machine {
   // What a full wave of 256 x 256 tiles multiplies at (other tiles scale with it: schedule/cost.h), and the average over a
   // whole call that the power limit allows, call after call, of random numbers. Fitted: the ten shapes.
-  double flops_per_us = 790e6, sustained_flops_per_us = 680e6;
+  double flops_per_us = 790e6, sustained_flops_per_us = 660e6;
 
   // One direction of one GPU's link, whatever the number of peers: TMA stores, with 8 CTAs and more; TMA loads, with 16; and
   // either from one cluster's two CTAs.

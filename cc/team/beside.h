@@ -39,6 +39,7 @@ class Beside {
   NcclComm communicator() const { return communicator_; }  // whose team has the arenas that copy engines write to
   int rank() const { return rank_; }
   int size() const { return size_; }
+  cudaStream_t stream() const { return stream_; }
 
   // Held while a call is enqueued: events and communicator are used by one call at a time.
   std::unique_lock<std::mutex> alone() { return std::unique_lock<std::mutex>(mutex_); }

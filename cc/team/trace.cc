@@ -6,6 +6,8 @@
 #include <cstring>
 #include <mutex>
 
+#include "team/device_scope.h"
+
 namespace entwine::team {
 namespace {
 
@@ -23,6 +25,33 @@ Log& log() {
 }
 
 }  // namespace
+
+Moments::~Moments() {
+  DeviceScope scope(device_);
+  for (Moment const& moment : moments_) cudaEventDestroy(moment.event);
+}
+
+std::string Moments::mark(cudaStream_t stream, schedule::Mark mark, uint32_t group) {
+  cudaEvent_t event = nullptr;
+  cudaError_t error = cudaEventCreate(&event);
+  if (error == cudaSuccess) {
+    moments_.push_back({event, mark, group});
+    error = cudaEventRecord(event, stream);
+  }
+  return error == cudaSuccess ? "" : std::string("an event for the trace: ") + cudaGetErrorString(error);
+}
+
+std::vector<schedule::TraceEvent> Moments::events(uint64_t ns) const {
+  DeviceScope scope(device_);
+  std::vector<schedule::TraceEvent> events;
+  for (size_t i = 1; i < moments_.size(); ++i) {
+    float ms = 0;
+    if (cudaEventElapsedTime(&ms, moments_[0].event, moments_[i].event) != cudaSuccess) continue;
+    events.push_back({ns + static_cast<uint64_t>(static_cast<double>(ms) * 1e6),
+                      schedule::traced_tile({0, moments_[i].group, 0}), static_cast<uint32_t>(moments_[i].mark)});
+  }
+  return events;
+}
 
 std::string trace_start(uint64_t bytes) {
   Log& l = log();
@@ -49,7 +78,7 @@ bool tracing() { return log().on.load(std::memory_order_relaxed); }
 schedule::TraceEvent* trace_launch(TracedLaunch launch) {
   Log& l = log();
   std::lock_guard<std::mutex> lock(l.mutex);
-  uint64_t events = uint64_t(launch.ctas) * schedule::kTraceWriters * launch.capacity;
+  uint64_t events = launch.count() + (launch.moments ? 1 : 0);
   if (!l.on || l.size - l.used < events) return nullptr;
   schedule::TraceEvent* mine = l.events + l.used;
   l.used += events;

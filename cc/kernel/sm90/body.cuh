@@ -91,13 +91,14 @@ __device__ __forceinline__ void collective_matmul(Params const& params) {
       } else if (warp < 3) {
         store_tiles(cta, warp - 1);
       } else {
-        move_first(cta);
+        Tracer<C> trace(params, 3);
+        move_first(cta, trace);
         if (in_cluster == 0) {
-          schedule_tiles(cta);
+          schedule_tiles(cta, trace);
         } else if constexpr (C::kReplicate) {
-          Collector<C>(cta).run();
+          Collector<C>(cta, trace).run();
         } else if (params.gather.own != nullptr) {
-          Pusher<C>(cta).run();
+          Pusher<C>(cta, trace).run();
         }
       }
     }

@@ -41,8 +41,8 @@ __device__ __forceinline__ schedule::PartInside inside(Params const& p, schedule
 template <class C>
 class Collector {
  public:
-  __device__ __forceinline__ explicit Collector(Cta<C> const& cta)
-      : cta_(cta), trace_(cta.params, 3), order_{cta.params.raster, cta.params.ranks, cta.params.rank, schedule::kSm90Parts} {}
+  __device__ __forceinline__ Collector(Cta<C> const& cta, Tracer<C>& trace)
+      : cta_(cta), trace_(trace), order_{cta.params.raster, cta.params.ranks, cta.params.rank, schedule::kSm90Parts} {}
 
   __device__ __forceinline__ void run() {
     uint32_t* queue = &cta_.control()->push[cta_.parity()];
@@ -93,7 +93,7 @@ class Collector {
   }
 
   Cta<C> const& cta_;
-  Tracer<C> trace_;
+  Tracer<C>& trace_;
   schedule::CollectOrder order_;
   uint32_t loaded_ = 0, stored_ = 0;  // pieces
   uint32_t col_ = 0, row_ = 0;        // where the piece that is not stored yet belongs

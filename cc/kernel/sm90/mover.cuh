@@ -18,7 +18,7 @@ namespace entwine::sm90 {
 
 // Tiles, to their owners and, of an all-reduce, from there to all. The note of a tile's last slot is where it is signalled.
 template <class C>
-__device__ __forceinline__ void move_tiles(Cta<C> const& cta, MoverRing<C> ring) {
+__device__ __forceinline__ void move_tiles(Cta<C> const& cta, MoverRing<C> ring, Tracer<C>& trace) {
   Params const& p = cta.params;
   constexpr uint32_t kParts = schedule::kSm90Parts;
   uint32_t value = schedule::signal_value(cta.epoch);
@@ -27,6 +27,7 @@ __device__ __forceinline__ void move_tiles(Cta<C> const& cta, MoverRing<C> ring)
     ptx::fence_system();
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) ptx::store_relaxed_system(words + part, value);
+    trace.mark(schedule::Mark::kMoved, 0);
   };
   schedule::MoveOrder order{p.raster, p.ranks, p.rank, p.lead, C::kReplicate};
   uint32_t* queue = &cta.control()->counts[cta.parity()].landed;
@@ -54,6 +55,10 @@ __device__ __forceinline__ void move_tiles(Cta<C> const& cta, MoverRing<C> ring)
     }
     ptx::fence_gpu();
     ptx::fence_proxy_async_global();
+    if constexpr (C::kTraced) {
+      schedule::Raster::Cell cell = p.raster.at(job.index);
+      trace.mark(schedule::Mark::kMoving, pack_tile({job.peer, cell.row, cell.col}));
+    }
 
     uint8_t const* from = outgoing(cta, set, job.index, 0);
     uint8_t* to;
@@ -79,10 +84,13 @@ __device__ __forceinline__ void move_tiles(Cta<C> const& cta, MoverRing<C> ring)
 
 // The own chunk of x, to all. The note of a unit's last slot is its row block, plus one.
 template <class C>
-__device__ __forceinline__ void move_rows(Cta<C> const& cta, MoverRing<C> ring) {
+__device__ __forceinline__ void move_rows(Cta<C> const& cta, MoverRing<C> ring, Tracer<C>& trace) {
   Params const& p = cta.params;
   Gather const& g = p.gather;
-  auto landed = [&](uint64_t note) { count_unit(cta, static_cast<uint32_t>(note) - 1); };
+  auto landed = [&](uint64_t note) {
+    trace.mark(schedule::Mark::kPushed, static_cast<uint32_t>(note) - 1);
+    count_unit(cta, static_cast<uint32_t>(note) - 1);
+  };
   schedule::PushOrder order{p.ranks, p.rank, g.shape.blocks(), g.units_per_block};
   uint32_t* queue = &cta.control()->push[cta.parity()];
   for (uint32_t number = ptx::add_relaxed(queue, 1), next; number < order.size(); number = next) {
@@ -114,7 +122,7 @@ __device__ __forceinline__ void move_rows(Cta<C> const& cta, MoverRing<C> ring) 
 // The fourth warp's first work, before it schedules, collects or pushes. Movers' clusters: when CTA 0's is done, both CTAs'
 // memory is free for tiles. Ticket 0's CTA 1 is told by its scheduler whether it moves.
 template <class C>
-__device__ __forceinline__ void move_first(Cta<C> const& cta) {
+__device__ __forceinline__ void move_first(Cta<C> const& cta, Tracer<C>& trace) {
   using S = Shared<C>;
   S const& shared = cta.shared;
   bool wide = cta.params.movers.reserved(cta.first_claim);
@@ -125,9 +133,9 @@ __device__ __forceinline__ void move_first(Cta<C> const& cta) {
   }
   MoverRing<C> ring(shared, wide ? shared.base : shared.piece(0), wide ? S::kMoverSlotBytes : S::kSmallSlotBytes);
   if constexpr (C::kGather)
-    move_rows(cta, ring);
+    move_rows(cta, ring, trace);
   else
-    move_tiles(cta, ring);
+    move_tiles(cta, ring, trace);
   if (!wide) return;
   if (cta.rank_in_cluster == 0)
     ptx::mbarrier_wait_cluster(shared.mover_told(), 0);

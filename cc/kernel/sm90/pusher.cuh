@@ -34,7 +34,7 @@ __device__ __forceinline__ void count_unit(Cta<C> const& cta, uint32_t block) {
 template <class C>
 class Pusher {
  public:
-  __device__ __forceinline__ explicit Pusher(Cta<C> const& cta) : cta_(cta), trace_(cta.params, 3) {}
+  __device__ __forceinline__ Pusher(Cta<C> const& cta, Tracer<C>& trace) : cta_(cta), trace_(trace) {}
 
   __device__ __forceinline__ void run() {
     Gather const& g = cta_.params.gather;
@@ -173,7 +173,7 @@ class Pusher {
   }
 
   Cta<C> const& cta_;
-  Tracer<C> trace_;
+  Tracer<C>& trace_;
   uint32_t holding_ = 0;  // units that are held or not counted yet: at most the last two
   uint32_t before_;       // block of the one before
   Unit held_;             // the last one, whose end is in the ring

@@ -14,6 +14,7 @@ constexpr uint32_t kNoTile = 0xffffffffu;
 __device__ __forceinline__ uint32_t pack_tile(schedule::Tile tile) {
   return tile.owner << (kRowBits + kColBits) | tile.row << kColBits | tile.col;
 }
+static_assert(kRowBits == 15 && kColBits == 14, "traced_tile() in schedule/trace_event.h packs alike");
 __device__ __forceinline__ schedule::Tile unpack_tile(uint32_t packed) {
   return {packed >> (kRowBits + kColBits), packed >> kColBits & ((1u << kRowBits) - 1), packed & ((1u << kColBits) - 1)};
 }
@@ -80,11 +81,10 @@ __device__ __forceinline__ void await_rows(Cta<C> const& cta, schedule::Tile til
 
 // One thread of the leader CTA: posts a tile to both CTAs, waits until all roles have taken it, claims the next.
 template <class C>
-__device__ __forceinline__ void schedule_tiles(Cta<C> const& cta) {
+__device__ __forceinline__ void schedule_tiles(Cta<C> const& cta, Tracer<C>& trace) {
   schedule::Movers movers = cta.params.movers;
   uint32_t tiles = cta.params.ranks * cta.params.raster.size(), position = cta.first_claim, phase = 0;
   bool tell = movers.count != 0 && position == 0;
-  Tracer<C> trace(cta.params, 3);
   for (;;) {
     if (!movers.reserved(position)) {
       uint32_t number = movers.tile(position), packed = kNoTile;

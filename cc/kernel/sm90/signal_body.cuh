@@ -14,9 +14,9 @@
 namespace entwine::sm90 {
 
 // Nothing is pushed or collected, so there is no ring.
-template <uint32_t kTileN_, Operands kOperands_, bool kTransposedW_>
+template <uint32_t kTileN_, Operands kOperands_, bool kTransposedW_, bool kTraced_>
 struct SignalConfig
-    : Config<schedule::Op::kAllGatherMatmul, 256, kTileN_, kOperands_, kTransposedW_, /*kFloatOut=*/false, /*kTraced=*/false> {
+    : Config<schedule::Op::kAllGatherMatmul, 256, kTileN_, kOperands_, kTransposedW_, /*kFloatOut=*/false, kTraced_> {
   static constexpr int kBuffers = 4;
   static constexpr int kPieces = 0;
   static constexpr bool kGates = false;
@@ -31,9 +31,11 @@ __device__ __forceinline__ schedule::Tile signal_tile(SignalParams const& s, uin
 template <class C>
 __device__ __forceinline__ void schedule_signal_tiles(Cta<C> const& cta, SignalParams const& s, uint32_t position) {
   uint32_t phase = 0;
+  Tracer<C> trace(s.tiles, 3);
   for (;;) {
     bool more = position < s.count;
     uint32_t packed = more ? pack_tile(signal_tile(s, position)) : kNoTile;
+    if (more) trace.mark(schedule::Mark::kClaimed, packed);
     for (uint32_t i = 0; i < kCtas; ++i) ptx::post_word(cta.shared.tile_slot(), cta.shared.tile_ready(), i, packed);
     if (!more) return;
     ptx::mbarrier_wait(cta.shared.tile_taken(), phase);
@@ -48,6 +50,7 @@ __device__ __forceinline__ void store_signal_tiles(Cta<C> const& cta, SignalPara
   Params const& p = s.tiles;
   Shared<C> const& shared = cta.shared;
   TileStream<C> tiles(shared);
+  Tracer<C> trace(p, 1 + consumer);
   uint32_t part = cta.rank_in_cluster * kConsumers + consumer;
   uint32_t used = 0;   // C buffers used by finished tiles
   uint32_t armed = 0;  // of the tile at hand: buffers handed to the consumer
@@ -75,6 +78,8 @@ __device__ __forceinline__ void store_signal_tiles(Cta<C> const& cta, SignalPara
       }
       uint32_t use = used + image, from = shared.image(consumer, use % C::kBuffers);
       ptx::mbarrier_wait(shared.buffer_done(consumer, use % C::kBuffers), (use / C::kBuffers) & 1);
+      if (image == 0) trace.mark(schedule::Mark::kMultiplied, packed);
+      if (image == C::kImages - 1) trace.mark(schedule::Mark::kRounded, packed);
       if (to != nullptr)
         ptx::bulk_store(to + image * kImageBytes, from, kImageBytes);
       else
@@ -83,6 +88,7 @@ __device__ __forceinline__ void store_signal_tiles(Cta<C> const& cta, SignalPara
     }
     used += C::kImages;
     armed = 0;
+    [[maybe_unused]] uint32_t stored = packed;
     packed = tiles.next();
     if (finished != nullptr) {
       // Buffers are free before their writes have landed: let the consumer go on.
@@ -90,6 +96,7 @@ __device__ __forceinline__ void store_signal_tiles(Cta<C> const& cta, SignalPara
       if (packed != kNoTile) arm(C::kBuffers);
       ptx::bulk_wait<0>();
       ptx::count_release_system(finished);
+      trace.mark(schedule::Mark::kLanded, stored);
     }
   }
   ptx::bulk_wait<0>();
