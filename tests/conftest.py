@@ -1,7 +1,10 @@
-"""Eight virtual CPU devices, the skips of tests that need GPUs, and parts of the tests for several processes."""
+"""Eight virtual CPU devices, the skips of tests that need GPUs, which cases of a test are run by default, and parts of
+the tests for several processes."""
 
 import functools
+import itertools
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,7 +23,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="I/N", help="every Nth test, from the Ith on: a part of N")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pairs_of(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
+    """Of a case's parameters, every two with their values."""
+    callspec = getattr(item, "callspec", None)
+    named = sorted((name, repr(value)) for name, value in callspec.params.items()) if callspec else []
+    return {*itertools.combinations(named, 2)}
+
+
+def beyond_pairs(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test's cases those that show no two values of parameters together that others don't: of three strategies,
+    three ops and four dtypes, for example, 24 of 36."""
+    missing = set().union(*map(pairs_of, cases))
+    left = list(cases)
+    while missing:
+        best = max(left, key=lambda case: len(pairs_of(case) & missing))
+        missing -= pairs_of(best)
+        left.remove(best)
+    return left if pairs_of(cases[0]) else []
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        if "gpu" not in cases[0].keywords:
+            for case in beyond_pairs(cases):
+                case.add_marker("slow")
+    yield  # -m leaves them out
     part, parts = map(int, config.getoption("part").split("/"))
     kept = items[part - 1 :: parts]
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])

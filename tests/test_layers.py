@@ -54,7 +54,7 @@ PYTHON = [
     {"_team", "_reference", "_selection", "_gate_checks"},
     {"_float8_checks"},
     {"_config", "_checks", "_memory"},
-    {"_core", "_threads"},
+    {"_core", "_spans", "_threads"},
 ]
 
 # Each folder of cc/ and what it may include, itself aside.
@@ -65,7 +65,7 @@ CPP = {
     "team": {"schedule"},
     "host": {"schedule"},
     "ffi": {"host", "team", "kernel", "schedule"},
-    "python": {"ffi", "team", "simulate", "schedule"},
+    "python": {"ffi", "host", "team", "simulate", "schedule"},
 }
 
 
