@@ -11,7 +11,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC NOMINSIZE NB_SUPPRESS_WARNINGS
 target_link_libraries(_core PRIVATE entwine_host entwine_problem entwine_warnings)
 
 if(entwine_cuda)
-  target_sources(_core PRIVATE cc/ffi/cuda_handlers.cc cc/ffi/signal_handlers.cc)
+  target_sources(_core PRIVATE cc/ffi/cuda_handlers.cc cc/ffi/signal_handlers.cc cc/ffi/signal_streams.cc)
   target_compile_definitions(_core PRIVATE ENTWINE_WITH_CUDA)
   target_link_libraries(_core PRIVATE entwine_cuda)
 endif()

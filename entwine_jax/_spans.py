@@ -106,9 +106,9 @@ def draw(
     longest = max(call.us for call in calls.values())
     for number, (name, call) in enumerate(calls.items()):
         rows, link = axes[2 * number], axes[2 * number + 1]
-        # Copies that no multiprocessor makes are drawn apart from those that do, and broader.
-        multiplies = of_role(call.spans, "multiply")["worker"]
-        last = int(multiplies.max(initial=0))
+        # What copies and is no cluster or CTA is drawn apart from these, and broader.
+        copies = np.isin(call.spans["role"], (ROLES.index("transfer"), ROLES.index("copy to y")))
+        last = int(call.spans["worker"][~copies].max(initial=0))
         broad = max(1, (last + 1) // 16)
         for kind, spans in kinds(call.spans, call.rank).items():
             widths = spans["end"] - spans["begin"]
