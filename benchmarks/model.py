@@ -32,15 +32,15 @@ from entwine_jax import Config
 TEAMS = (2, 4, 8)
 # Kernels whose plan had 24 pushers moved less with each: docs/design.md.
 OLD_PUSHERS = {24: {"pusher_bytes_per_us": 8.8e3, "unit_bytes": 65536.0}}
-# XLA if its NCCL had all of the link, which it has not between two GPUs (205 GB/s).
-WHOLE_LINK = {"nccl_bytes_per_us": 361e3, "nccl_all_reduce_bytes_per_us": 361e3}
+# XLA if its NCCL had all of the link, which it has not between two GPUs (206 to 258 GB/s).
+WHOLE_LINK = dict.fromkeys(("nccl_bytes_per_us", "nccl_long_bytes_per_us", "nccl_all_reduce_bytes_per_us"), 361000.0)
 
 ASSUMPTIONS = (
     "every GPU sends 361 GB/s and receives as much whatever the number of peers (NVSwitch); measured between two H200s",
     "latencies are those of two GPUs",
     "all ranks start together and no other kernel runs",
-    "XLA's NCCL moves 205 GB/s (all-reduce: 240), as between two GPUs; with more it comes closer to the link, hence the"
-    " second ratio, in which it has all 361",
+    "XLA's NCCL moves 206 to 258 GB/s (all-reduce: 289), as between two GPUs; with more it comes closer to the link,"
+    " hence the second ratio, in which it has all 361",
     "float8 tiles take what 16-bit ones with half of k take",
 )
 

@@ -124,8 +124,9 @@ def test_gated_products():
     gated = cost_model("all_gather_matmul", 8192, 3584, 8192, 2, gated=True)
     both = cost_model("all_gather_matmul", 8192, 7168, 8192, 2)
     assert gated["fused"] == both["fused"]
-    for more in (gated["xla"].us - both["xla"].us, gated["xla"].formula_us - both["xla"].formula_us):
-        assert more == pytest.approx(3 * 8192 * 3584 * 2 / 4.2e6)
+    moved = 3 * 8192 * 3584 * 2
+    assert gated["xla"].us - both["xla"].us == pytest.approx(moved / 3.7e6)
+    assert gated["xla"].formula_us - both["xla"].formula_us == pytest.approx(moved / 4.2e6)
     assert cost_model("all_gather_matmul", 256, 1024, 8192, 2, gated=True)["fused"].plan.tile_m == 256
 
 
@@ -184,11 +185,10 @@ def test_it_is_near_what_was_measured():
     rows = [row for row in json.loads((RESULTS / "h200x2.json").read_text())["rows"] if row["strategy"] == "fused"]
     times = [model.as_measured(row) for row in rows]
     for which, name in enumerate(("ours_ms", "xla_ms")):
-        # Suite small was timed from idle, where XLA's collectives begin late.
-        pairs = [pair for pair in zip(times, rows, strict=True) if which == 0 or pair[1]["suite"] != "small"]
-        ratios = [each[which] / row[name] * 1e-3 for each, row in pairs]
-        assert model.mean_error(ratios) < (0.06, 0.09)[which], name
-        assert all(0.8 < ratio < 1.25 for ratio, (_, row) in zip(ratios, pairs, strict=True) if row["m"] >= 1024), name
+        ratios = [each[which] / row[name] * 1e-3 for each, row in zip(times, rows, strict=True)]
+        # The last three shapes of suite small were timed from idle, where XLA's collectives begin late.
+        assert model.mean_error(ratios) < (0.06, 0.08)[which], name
+        assert all(0.8 < ratio < 1.25 for ratio, row in zip(ratios, rows, strict=True) if row["m"] >= 1024), name
 
 
 def test_a_call_that_it_was_not_fitted_to():

@@ -36,13 +36,12 @@ struct Machine {
   // Few rows: launch, prologue and both exchanges' latencies, in place of schedule/cost.h's (fitted: 8 to 128 rows).
   double few_rows_us = 9.5;
 
-  // XLA: cuBLAS' rate beside collectives, its launch; memory; NCCL between two ranks; and what launching both costs the host
-  // (the median of XLA's calls of up to 128 rows, which all take that, one after the other; from idle it is 57).
-  double gemm_flops_per_us = schedule::cost::kGemmFlopsPerUs, gemm_us = schedule::cost::kGemmUs;
-  double memory_bytes_per_us = schedule::cost::kMemoryBytesPerUs;
-  double nccl_bytes_per_us = schedule::cost::kNcclBytesPerUs;
-  double nccl_all_reduce_bytes_per_us = schedule::cost::kNcclAllReduceBytesPerUs;
-  double nccl_us = schedule::cost::kNcclUs, host_us = 47;
+  // XLA, fitted: cuBLAS' rate beside collectives, at the clocks that these leave it, and its launch; memory; NCCL between two
+  // ranks, of which all-gather and reduce-scatter take the better of two ways, for little and for much; and what launching both
+  // costs the host, which is all that calls of up to 128 rows take, one after the other (from idle it is 57).
+  double gemm_flops_per_us = 655e6, gemm_us = 7, memory_bytes_per_us = 3.7e6;
+  double nccl_us = 18, nccl_bytes_per_us = 206e3, nccl_long_us = 46, nccl_long_bytes_per_us = 258e3;
+  double nccl_all_reduce_bytes_per_us = 289e3, host_us = 45;
 };
 
 // Calls `visit(name, number)` for each of them.
@@ -73,6 +72,8 @@ void for_each_number(Machine& m, Visit visit) {
   visit("nccl_bytes_per_us", m.nccl_bytes_per_us);
   visit("nccl_all_reduce_bytes_per_us", m.nccl_all_reduce_bytes_per_us);
   visit("nccl_us", m.nccl_us);
+  visit("nccl_long_us", m.nccl_long_us);
+  visit("nccl_long_bytes_per_us", m.nccl_long_bytes_per_us);
   visit("host_us", m.host_us);
 }
 

@@ -39,9 +39,11 @@ inline Times xla(schedule::Op op, schedule::Geometry const& g, double out_bytes,
   bool all_reduce = op == schedule::Op::kMatmulAllReduce;
   double chunk = m / g.ranks * (op == schedule::Op::kAllGatherMatmul ? k * in_bytes : n * out_bytes);
   double bytes = chunk * (g.ranks - 1) * (all_reduce ? 2 : 1);
-  double link_us = bytes / (all_reduce ? machine.nccl_all_reduce_bytes_per_us : machine.nccl_bytes_per_us);
-  double us = std::max({machine.host_us, multiply_us + machine.nccl_us + link_us, least_us(op, g, in_bytes, machine)});
-  return {us, link_us, multiply_us, 0, 0, 0};
+  double nccl_us = all_reduce ? machine.nccl_us + bytes / machine.nccl_all_reduce_bytes_per_us
+                              : std::min(machine.nccl_us + bytes / machine.nccl_bytes_per_us,
+                                         machine.nccl_long_us + bytes / machine.nccl_long_bytes_per_us);
+  double us = std::max({machine.host_us, multiply_us + nccl_us, least_us(op, g, in_bytes, machine)});
+  return {us, nccl_us - machine.nccl_us, multiply_us, 0, 0, 0};
 }
 
 }  // namespace entwine::simulate
