@@ -75,7 +75,7 @@ def traced(shape: Shape, strategy: str, config: Config, mesh: Mesh) -> TracedCal
 
 def described(call: TracedCall) -> dict[str, Any]:
     """A call's part of the JSON: spans as [begin, end, cluster, role, owner], and the link's rate."""
-    spans = call.spans()
+    spans = call.spans
     # A cluster's two CTAs multiply the same tiles.
     twice = (spans["role"] == _spans.ROLES.index("multiply")) & (spans["worker"] % 2 == 1)
     times, rate = call.link_rate(WINDOW_US)

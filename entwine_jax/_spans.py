@@ -33,6 +33,9 @@ COLORS = {
 
 
 def of_role(spans: Spans, role: str) -> Spans:
+    """Those of one role; ValueError if there is no such role."""
+    if role not in ROLES:
+        raise ValueError(f"entwine_jax: role={role!r} is unknown; use one of {ROLES}")
     found: Spans = spans[spans["role"] == ROLES.index(role)]
     return found
 

@@ -1,6 +1,7 @@
 """What happened to every tile of a call, and when: `trace_tiles`."""
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -92,13 +93,13 @@ class TracedCall:
     def _sent(self) -> tuple[Spans, Spans, Spans]:
         """From when to when so many bytes were on their way."""
         if self.strategy == "signal":
-            transfers = _spans.of_role(self.spans(), "transfer")
+            transfers = self.of("transfer")
             return transfers["begin"], transfers["end"], np.array(self.group_bytes, int)[transfers["row"]]
         if self.op == "all_gather_matmul":
             pushed = self.at("pushed")["us"]
             return pushed, pushed, np.full(len(pushed), self.unit_bytes)
         if self.strategy == "resident":
-            moves = _spans.of_role(self.spans(), "move")
+            moves = self.of("move")
             return moves["begin"], moves["end"], np.full(len(moves), self.tile_bytes)
         landed = self.at("landed")
         # A finished part of an all-reduce goes to all peers.
@@ -117,6 +118,7 @@ class TracedCall:
                 carried[min(int(end / window_us), len(carried) - 1)] += size
         return edges[1:], carried / window_us * 1e-3
 
+    @functools.cached_property
     def spans(self) -> np.ndarray[Any, Any]:
         """Who did what from when to when, as `SimulatedCall.spans` has it: an array of ``begin`` and ``end`` in
         microseconds, ``worker`` (the event's CTA), ``role`` (an index of ``("multiply", "wait for rows", "wait for
@@ -133,8 +135,13 @@ class TracedCall:
                 spans.append((first["us"], last["us"], cta, ROLES.index("move"), *tile))
         return np.sort(np.array(spans, SPAN), order=["begin", "worker"])
 
+    def of(self, role: str) -> np.ndarray[Any, Any]:
+        """The spans of one role."""
+        return _spans.of_role(self.spans, role)
+
     def drawing(self) -> Drawing:
-        return Drawing(self.rank, self.us, self.spans(), self.link_rate(max(self.us / 100, 0.1)))
+        """What a picture has of this call."""
+        return Drawing(self.rank, self.us, self.spans, self.link_rate(max(self.us / 100, 0.1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +159,7 @@ class Trace:
         starts: dict[int, float] = {}
         for call in self.calls:
             start = starts.get(call.rank, 0.0)
-            events += _spans.chrome_events(call.op, call.rank, call.spans(), call.link_rate(), start)
+            events += _spans.chrome_events(call.op, call.rank, call.spans, call.link_rate(), start)
             starts[call.rank] = start + call.us + 20.0
         events += [_spans.process_name(rank, f"rank {rank}") for rank in starts]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
-from entwine_jax import Config, _core, _spans, _trace
+from entwine_jax import Config, _core, _trace
 
 CAPACITY, CTAS, WRITERS = 8, 2, 4
 
@@ -34,10 +34,7 @@ def launch(op, notes, moments=(), launches=1, **more):
 
 
 def spans_of(call, role):
-    return [
-        (span["begin"], span["end"], span["worker"], span["owner"], span["row"])
-        for span in _spans.of_role(call.spans(), role)
-    ]
+    return [(span["begin"], span["end"], span["worker"], span["owner"], span["row"]) for span in call.of(role)]
 
 
 def test_reduce_scatter(tmp_path):
@@ -121,7 +118,9 @@ def test_groups():
 
 def test_nothing_noted():
     call = _trace._call(launch("matmul_reduce_scatter", []))
-    assert len(call.events) == 0 and len(call.link_rate()[1]) == 0 and len(call.spans()) == 0
+    with pytest.raises(ValueError, match="role='walk' is unknown; use one of"):
+        call.of("walk")
+    assert len(call.events) == 0 and len(call.link_rate()[1]) == 0 and len(call.spans) == 0
 
 
 def test_other_platforms(monkeypatch):
@@ -177,8 +176,8 @@ def test_on_cpu_devices(op, strategy, tmp_path):
     assert [(call.op, call.strategy) for call in trace.calls] == [(op, strategy)] * 2
     assert sorted(call.rank for call in trace.calls) == [0, 1]
     for call in trace.calls:
-        spans = call.spans()
-        multiplied = _spans.of_role(spans, "multiply")
+        spans = call.spans
+        multiplied = call.of("multiply")
         tiles = {(int(s["owner"]), int(s["row"]), int(s["column"])) for s in multiplied}
         assert len(multiplied) == len(tiles) == 8
         assert (spans["end"] >= spans["begin"]).all() and spans["begin"].min() >= 0
@@ -192,13 +191,13 @@ def test_on_cpu_devices(op, strategy, tmp_path):
         assert sizes.sum() == wanted and (times <= call.us).all()
         np.testing.assert_allclose(call.link_rate()[1].sum() * 10.0 * 1e3, wanted, rtol=1e-6)
         if strategy == "resident" and op != "all_gather_matmul":
-            assert len(_spans.of_role(spans, "move")) == (4 if op == "matmul_reduce_scatter" else 8)
+            assert len(call.of("move")) == (4 if op == "matmul_reduce_scatter" else 8)
         if strategy == "signal":
-            assert len(_spans.of_role(spans, "transfer")) == len(call.group_bytes) > 0
+            assert len(call.of("transfer")) == len(call.group_bytes) > 0
         if strategy == "fused" and op != "all_gather_matmul":
-            assert len(_spans.of_role(spans, "wait for partial sums")) == 4
+            assert len(call.of("wait for partial sums")) == 4
         if op == "all_gather_matmul" and strategy != "signal":
-            waits = _spans.of_role(spans, "wait for rows")
+            waits = call.of("wait for rows")
             assert len(waits) == 8
     pytest.importorskip("matplotlib")
     trace.draw(tmp_path / "picture.png")

@@ -18,7 +18,7 @@ from harness import (
 )
 
 import entwine_jax
-from entwine_jax import Config, _spans
+from entwine_jax import Config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 
@@ -51,9 +51,9 @@ def test_every_tile(op, strategy, comm_sms, tmp_path):
     chunk = 2 * 4  # tiles
     for each in trace.calls:
         print(each.strategy, each.op, each.rank, f"{each.us:.1f} us", len(each.events), "events")
-        spans = each.spans()
+        spans = each.spans
         assert (spans["end"] >= spans["begin"]).all() and (spans["end"] <= each.us).all()
-        multiplied = _spans.of_role(spans, "multiply")
+        multiplied = each.of("multiply")
         tiles = {(int(s["owner"]), int(s["row"]), int(s["column"])) for s in multiplied}
         # Both CTAs of a cluster.
         assert len(tiles) == chunk * ranks and len(multiplied) == 2 * len(tiles)
@@ -62,10 +62,10 @@ def test_every_tile(op, strategy, comm_sms, tmp_path):
         sums, chunk_bytes = (ranks - 1) * chunk * TILE_BYTES, (ranks - 1) * 512 * 512 * 2
         _, sizes = each.sent()
         if strategy == "signal":
-            assert len(_spans.of_role(spans, "transfer")) == len(each.group_bytes) == len(sizes)
+            assert len(each.of("transfer")) == len(each.group_bytes) == len(sizes)
             once = {ALL_GATHER: chunk_bytes, ALL_REDUCE: ranks * sums}.get(op, sums)
             assert sizes.sum() == once
-            copies = _spans.of_role(spans, "copy to y")
+            copies = each.of("copy to y")
             assert len(copies) == (0 if op == ALL_GATHER else min(2, len(sizes)))
             landed = each.at("landed")
             assert len(landed) == (0 if op == ALL_GATHER else 4 * len(tiles))
@@ -79,7 +79,7 @@ def test_every_tile(op, strategy, comm_sms, tmp_path):
         else:
             both = 1 if op != ALL_REDUCE else 2
             assert sizes.sum() == both * sums
-            moves = _spans.of_role(spans, "move")
+            moves = each.of("move")
             assert len(moves) == (both * (ranks - 1) * chunk if strategy == "resident" else 0)
             assert len({(int(s["owner"]), int(s["row"]), int(s["column"])) for s in moves}) * both >= len(moves)
         rate = each.link_rate()[1]
