@@ -99,7 +99,7 @@ endif
 # Code that nobody waits for: XLA spends less on it (flags of the pinned jaxlib).
 QUICKLY := --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true
 test-py-part-%:
-	XLA_FLAGS='$(QUICKLY)' JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu --part $*/2
+	XLA_FLAGS="$(QUICKLY) $$XLA_FLAGS" JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests --ignore=tests/gpu --part $*/2
 
 soak: build ## random collective matmuls by the thousand, each checked to the bit, and leaks; SOAK_ARGS="--seconds 60 --out soak.json"
 	$(BIN)/python scripts/soak.py $(SOAK_ARGS)

@@ -33,13 +33,13 @@ def pairs_of(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
 def beyond_pairs(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Of a test's cases those that show no two values of parameters together that others don't: of three strategies,
     three ops and four dtypes, for example, 24 of 36."""
-    missing = set().union(*map(pairs_of, cases))
-    left = list(cases)
+    left = {case: pairs_of(case) for case in cases}
+    missing = set().union(*left.values())
+    if not missing:  # of one parameter, or none
+        return []
     while missing:
-        best = max(left, key=lambda case: len(pairs_of(case) & missing))
-        missing -= pairs_of(best)
-        left.remove(best)
-    return left if pairs_of(cases[0]) else []
+        missing -= left.pop(max(left, key=lambda case: len(left[case] & missing)))
+    return [*left]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -78,11 +78,7 @@ std::vector<uint64_t> group_bytes(SignalStreams const& call) {
   sm90::SignalCall const& k = call.kernel;
   std::vector<uint64_t> bytes;
   for (uint32_t group = 0; group < k.groups.count; ++group) {
-    uint64_t elements = k.groups.size(group) * k.tile_elements();
-    if (k.op == Op::kAllGatherMatmul) {
-      elements = 0;
-      for (Piece const& piece : pieces_of(k, group)) elements += uint64_t(piece.rows) * k.geometry.k;
-    }
+    uint64_t elements = schedule::group_elements(k.op, k.geometry, k.groups, group);
     bytes.push_back(elements * kSignalElementBytes * (k.ranks - 1));
   }
   return bytes;

@@ -1,6 +1,7 @@
 #include "host/executor.h"
 
 #include <type_traits>
+#include <utility>
 
 #include "host/all_gather.h"
 #include "host/all_reduce.h"
@@ -19,15 +20,11 @@ bool run(Seat const& seat, Crew& crew, uint32_t besides = 0) {
   own.copy_queue().store(0);
   own.move_queue().store(0);
   own.idle_half().store(0);
-  Seat noted = seat;
-  std::vector<Notes> notes(seat.spec->workers + besides);
-  if (tracing()) noted.notes = &notes;
-  Part part(noted);
+  Part part(seat);
   std::atomic<bool> finished{true};
   crew.run(seat.spec->workers + besides, [&](uint32_t worker) {
     if (!part.run(worker)) finished.store(false);
   });
-  if (noted.notes != nullptr) trace_call({*seat.spec, seat.rank, std::move(notes)});
   return finished.load();
 }
 
@@ -64,9 +61,7 @@ bool run_scaled(Seat const& seat, Crew& crew) {
   return seat.spec->out == Element::kF32 ? run<In, float>(seat, crew) : run<In, Bf16>(seat, crew);
 }
 
-}  // namespace
-
-bool execute(Seat const& seat, Crew& crew) {
+bool run(Seat const& seat, Crew& crew) {
   switch (seat.spec->in) {
     case Element::kBf16:
       return run_out<Bf16>(seat, crew);
@@ -80,6 +75,18 @@ bool execute(Seat const& seat, Crew& crew) {
       return run_scaled<E5m2>(seat, crew);
   }
   return false;
+}
+
+}  // namespace
+
+bool execute(Seat const& seat, Crew& crew) {
+  if (!tracing()) return run(seat, crew);
+  std::vector<Notes> notes(seat.spec->workers + 1);  // at most one is beside the workers
+  Seat noted = seat;
+  noted.notes = &notes;
+  bool finished = run(noted, crew);
+  trace_call({*seat.spec, seat.rank, std::move(notes)});
+  return finished;
 }
 
 }  // namespace entwine::host

@@ -63,8 +63,7 @@ nb::dict call_of(char const* strategy, schedule::Op op, schedule::Geometry const
 // A worker is a CTA with one writer, and its rank a device.
 nb::dict call_of(host::TracedCall const& call) {
   host::CallSpec const& spec = call.spec;
-  bool float8 = spec.in == host::Element::kE4m3 || spec.in == host::Element::kE5m2;
-  uint32_t out_bytes = float8 && spec.out != host::Element::kF32 ? 2 : host::element_bytes(spec.out);
+  uint32_t out_bytes = host::element_bytes(spec.out);
   nb::dict d = call_of(spec.grouped            ? "signal"
                        : spec.plan.movers != 0 ? "resident"
                                                : "fused",
@@ -74,13 +73,8 @@ nb::dict call_of(host::TracedCall const& call) {
     schedule::Groups groups = spec.groups();
     schedule::Geometry tiles = schedule::grouped(spec.op, spec.geometry);
     for (uint32_t group = 0; group < groups.count; ++group) {
-      uint64_t bytes = uint64_t(groups.size(group)) * tiles.tile_m * tiles.tile_n * out_bytes;
-      if (spec.gather()) {
-        bytes = 0;
-        for (uint32_t block = groups.begin(group); block < groups.ends[group]; ++block)
-          bytes += uint64_t(tiles.rows(block)) * tiles.k * host::element_bytes(spec.in);
-      }
-      group_bytes.push_back(bytes * (spec.geometry.ranks - 1));
+      uint64_t elements = schedule::group_elements(spec.op, tiles, groups, group);
+      group_bytes.push_back(elements * (spec.gather() ? host::element_bytes(spec.in) : out_bytes) * (spec.geometry.ranks - 1));
     }
   }
   size_t capacity = 0;

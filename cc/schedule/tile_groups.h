@@ -73,6 +73,14 @@ ENTWINE_HOST_DEVICE constexpr Geometry grouped(Op op, Geometry const& g) {
 // How many cells there are. `g` is grouped().
 constexpr uint32_t cells(Op op, Geometry const& g) { return op == Op::kAllGatherMatmul ? g.chunk_rows() : g.chunk_tiles(); }
 
+// Elements of a group: of x, or of one owner's tiles. `g` is grouped().
+constexpr uint64_t group_elements(Op op, Geometry const& g, Groups const& groups, uint32_t group) {
+  if (op != Op::kAllGatherMatmul) return uint64_t(groups.size(group)) * g.tile_m * g.tile_n;
+  uint64_t rows = 0;
+  for (uint32_t block = groups.begin(group); block < groups.ends[group]; ++block) rows += g.rows(block);
+  return rows * g.k;
+}
+
 // The scratch of a call: counters, then tiles, or the gathered x where that is no result of the call.
 //
 // Counters, zeroed when a call begins: claims of each launch (one, or of the own rows and of each group's), and parts of tiles

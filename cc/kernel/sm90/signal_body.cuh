@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_signal_tiles(Cta<C> const& cta, SignalPara
     }
     used += C::kImages;
     armed = 0;
-    [[maybe_unused]] uint32_t stored = packed;
+    uint32_t stored = packed;
     packed = tiles.next();
     if (finished != nullptr) {
       // Buffers are free before their writes have landed: let the consumer go on.
