@@ -36,7 +36,7 @@ find_package(CUDAToolkit 13.0 REQUIRED)
 message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
 
 # A library of its own, because nanobind gives its targets gcc options that nvcc doesn't know.
-file(GLOB cuda_sources CONFIGURE_DEPENDS cc/team/*.cc cc/kernel/*.cc cc/kernel/*.cu)
+file(GLOB cuda_sources CONFIGURE_DEPENDS cc/team/*.cc cc/team/*.cu cc/kernel/*.cc cc/kernel/*.cu)
 add_library(entwine_cuda STATIC ${cuda_sources})
 target_include_directories(entwine_cuda PUBLIC cc)
 target_link_libraries(entwine_cuda PUBLIC CUDA::cudart_static jaxlib_headers PRIVATE entwine_warnings)

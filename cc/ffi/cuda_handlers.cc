@@ -137,7 +137,8 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   auto team = find_team(op, clique, attributes, device);
   if (!team) return team.error();
   std::string why;
-  if ((*team)->find_or_make(demand_of(*call), &why) == nullptr) return failed(op, why, ffi::ErrorCode::kResourceExhausted);
+  if ((*team)->find_or_make(demand_of(*call), {op, call->timeout_ns}, &why) == nullptr)
+    return failed(op, why, ffi::ErrorCode::kResourceExhausted);
   return ffi::Error::Success();
 }
 

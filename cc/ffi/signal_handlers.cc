@@ -121,12 +121,12 @@ ffi::Error initialize(team::CliqueContext clique, int32_t device, ffi::Remaining
   if (!beside) return beside.error();
   std::string why;
   if (!call->engines) {
-    why = (*beside)->warm_up(op, call->counts(), call->type);
+    why = (*beside)->warm_up(call->patience(), call->counts(), call->type);
     return why.empty() ? ffi::Error::Success() : failed(op, why, ffi::ErrorCode::kInternal);
   }
   if (team::stuck_report() == nullptr) return failed(op, "no pinned host memory", ffi::ErrorCode::kResourceExhausted);
   team::Team* team = team::Team::of((*beside)->communicator(), device, &why);
-  if (team == nullptr || team->find_or_make(call->demand, &why) == nullptr)
+  if (team == nullptr || team->find_or_make(call->demand, call->patience(), &why) == nullptr)
     return failed(op, why, ffi::ErrorCode::kResourceExhausted);
   return ffi::Error::Success();
 }

@@ -11,8 +11,8 @@
 // signals then, which a launch of one block awaits, within the bound of ENTWINE_TIMEOUT_S.
 //
 // Why it can't deadlock: of our kernels only that block waits, and for matmuls and copies of peers that wait for nobody. NCCL's
-// wait for each other; each rank enqueues them in one order on one stream, and what they follow, a matmul or an event, is
-// enqueued before and ends by itself. So it is the same with one multiprocessor.
+// wait for each other (within the same bound, by team/watch.h); each rank enqueues them in one order on one stream, and what
+// they follow, a matmul or an event, is enqueued before and ends by itself. So it is the same with one multiprocessor.
 //
 // Not to be recorded into CUDA graphs: a wait for a counter has no place in one (branches of a graph may run one after the
 // other, a waiting one first), so the handlers don't say that they can be.
@@ -111,6 +111,17 @@ void take_notes(SignalStreams& call, cudaStream_t stream, Steps& then) {
   note(call, stream, schedule::Mark::kClaimed, 0, then);
 }
 
+// Has NCCL move a group, in so much time.
+template <class Transfer>
+void move(SignalStreams const& call, team::Beside& beside, uint32_t group, uint32_t number, Steps& then, Transfer transfer) {
+  note(call, beside.stream(), schedule::Mark::kSending, group, then);
+  if (!then.well()) return;
+  then(beside.begin(call.patience(), "group " + std::to_string(group) + ", epoch " + std::to_string(number)));
+  if (then.well()) transfer();
+  then(beside.end());  // also after a failure
+  note(call, beside.stream(), schedule::Mark::kSent, group, then);
+}
+
 // The last copies of groups `first` to `end`.
 void finish(SignalStreams const& call, uint32_t first, uint32_t end, cudaStream_t stream, Steps& then) {
   note(call, stream, schedule::Mark::kCopying, end - 1, then);
@@ -120,17 +131,16 @@ void finish(SignalStreams const& call, uint32_t first, uint32_t end, cudaStream_
 
 void sum_groups(SignalStreams const& call, team::Beside& beside, cudaStream_t stream, Steps& then) {
   sm90::SignalCall const& k = call.kernel;
-  uint32_t last = k.groups.count - 1;
+  uint32_t last = k.groups.count - 1, number = beside.next_call();
   if (then.well()) then(sm90::launch_sums(k, call.clusters, stream));
   for (uint32_t group = 0; group <= last && then.well(); ++group) {
     then(beside.await(k.finished(group), k.parts(group)));
     size_t count = k.groups.size(group) * k.tile_elements();
     uint8_t* tiles = k.tiles() + uint64_t(k.geometry.ranks) * k.groups.begin(group) * k.tile_elements() * 2;
-    note(call, beside.stream(), schedule::Mark::kSending, group, then);
-    if (then.well())
+    move(call, beside, group, number, then, [&] {
       then(k.op == Op::kMatmulAllReduce ? beside.sum(tiles, count, call.type)
                                         : beside.sum_and_scatter(tiles, count, call.type));
-    note(call, beside.stream(), schedule::Mark::kSent, group, then);
+    });
     if (group + 1 == last && then.well()) then(beside.mark(0));
   }
   if (last > 0 && then.well()) {
@@ -168,11 +178,9 @@ void gather_group(SignalStreams const& call, team::Beside& beside, uint32_t grou
 void gather_groups(SignalStreams const& call, team::Beside& beside, cudaStream_t stream, bool wanted, Steps& then) {
   sm90::SignalCall const& k = call.kernel;
   schedule::Geometry const& g = k.geometry;
-  uint32_t count = k.groups.count;
+  uint32_t count = k.groups.count, number = beside.next_call();
   for (uint32_t group = 0; group < count && then.well(); ++group) {
-    note(call, beside.stream(), schedule::Mark::kSending, group, then);
-    gather_group(call, beside, group, then);
-    note(call, beside.stream(), schedule::Mark::kSent, group, then);
+    move(call, beside, group, number, then, [&] { gather_group(call, beside, group, then); });
     if (then.well()) then(beside.mark(group));
     if (group == 0 && then.well()) then(sm90::launch_own_rows(k, call.clusters, stream));
   }

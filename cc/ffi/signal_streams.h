@@ -12,6 +12,7 @@
 #include "team/arena.h"
 #include "team/beside.h"
 #include "team/trace.h"
+#include "team/watch.h"
 
 namespace entwine {
 
@@ -22,14 +23,16 @@ struct SignalStreams {
   uint32_t clusters, all_clusters;  // of a matmul beside NCCL, and of one alone
   uint32_t multiprocessors;
   int type;  // NCCL's
+  uint64_t timeout_ns;
   // Copy engines.
   bool engines;
   schedule::ArenaDemand demand;
-  uint64_t timeout_ns;
   // If notes are taken.
   int device;
   schedule::Geometry geometry;  // of the whole call
   std::shared_ptr<team::Moments> moments;
+
+  team::Patience patience() const { return {kernel.op, timeout_ns}; }
 
   // Elements of every collective that the call has NCCL make.
   std::vector<size_t> counts() const;

@@ -7,11 +7,10 @@
 #include <vector>
 
 #include "team/first_epoch.h"
+#include "team/vote.h"
 
 namespace entwine::team {
 namespace {
-
-constexpr int kNcclInt32 = 2, kNcclMin = 3;
 
 std::string cuda_error(char const* what, cudaError_t error) { return std::string(what) + ": " + cudaGetErrorString(error); }
 
@@ -73,8 +72,8 @@ bool Team::start(std::string* why) {
   }
   cudaError_t error = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = cudaMalloc(&vote_, sizeof(int));
-  if (error != cudaSuccess) *why = cuda_error("a stream for the team", error);
-  return error == cudaSuccess;
+  *why = error != cudaSuccess ? cuda_error("a stream for the team", error) : watch_.start(device_, rank_, size_);
+  return why->empty();
 }
 
 Arena const* Team::find(schedule::ArenaDemand const& demand) {
@@ -84,32 +83,28 @@ Arena const* Team::find(schedule::ArenaDemand const& demand) {
   return nullptr;
 }
 
-Arena const* Team::find_or_make(schedule::ArenaDemand const& demand, std::string* why) {
+Arena const* Team::find_or_make(schedule::ArenaDemand const& demand, Patience const& patience, std::string* why) {
   if (Arena const* arena = find(demand)) return arena;
   std::lock_guard<std::mutex> lock(mutex_);
   schedule::ArenaLayout last{static_cast<uint32_t>(size_), 0, 0};
   if (!arenas_.empty()) last = arenas_.back().layout;
-  return make(schedule::grown(last, demand), why) ? &arenas_.back() : nullptr;
+  *why = watch_.begin(stream_, patience, "the arena of a call that needs a larger one");
+  bool made = why->empty() && make(schedule::grown(last, demand), patience, why);
+  std::string ended = watch_.end(stream_);
+  if (why->empty()) *why = ended;
+  return made ? &arenas_.back() : nullptr;
 }
 
-// A rank that fails alone must not leave the others in a collective: all vote, and all go on or none. `others`: what to say if
-// only another one failed.
-bool Team::all_ok(bool ok, char const* others, std::string* why) {
-  int vote = ok ? 1 : 0;
-  cudaError_t error = cudaMemcpyAsync(vote_, &vote, sizeof vote, cudaMemcpyHostToDevice, stream_);
-  int nccl = nccl_->all_reduce(vote_, vote_, 1, kNcclInt32, kNcclMin, communicator_, stream_);
-  if (error == cudaSuccess) error = cudaMemcpyAsync(&vote, vote_, sizeof vote, cudaMemcpyDeviceToHost, stream_);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
-  if (nccl != 0 || error != cudaSuccess) {
-    *why = nccl != 0 ? std::string("the team can't agree: ") + nccl_->error_string(nccl)
-                     : cuda_error("the team can't agree", error);
-    return false;
-  }
-  if (vote == 0 && ok) *why = others;
-  return vote == 1;
+// `others`: what to say if only another one failed.
+bool Team::all_ok(bool ok, char const* others, Patience const& patience, std::string* why) {
+  bool all = ok;
+  std::string apart = vote(*nccl_, communicator_, stream_, vote_, patience.timeout_ns, &all);
+  if (!apart.empty()) *why = apart;
+  if (apart.empty() && ok && !all) *why = others;
+  return apart.empty() && all;
 }
 
-bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
+bool Team::make(schedule::ArenaLayout const& layout, Patience const& patience, std::string* why) {
   size_t bytes = layout.bytes();
   void* memory = nullptr;
   int nccl = nccl_->mem_alloc(&memory, bytes);
@@ -133,7 +128,7 @@ bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
            " outside XLA's own pool: lower XLA_PYTHON_CLIENT_MEM_FRACTION, split the matmul, or pass strategy=\"xla\"";
   }
   if (error != cudaSuccess) *why = cuda_error("clearing the arena", error);
-  if (!all_ok(nccl == 0 && error == cudaSuccess, "another rank of the team failed to make its arena", why)) {
+  if (!all_ok(nccl == 0 && error == cudaSuccess, "another rank of the team failed to make its arena", patience, why)) {
     if (memory != nullptr) nccl_->mem_free(memory);
     return false;
   }
@@ -162,7 +157,7 @@ bool Team::make(schedule::ArenaLayout const& layout, std::string* why) {
   }
   char const* apart = "the team's GPUs are not in one NVLink domain: pass strategy=\"xla\", or a mesh axis whose devices are";
   if (!mapped && why->empty()) *why = apart;
-  if (!all_ok(mapped, apart, why)) return false;  // the window stays: deregistering would be one more collective
+  if (!all_ok(mapped, apart, patience, why)) return false;  // the window stays: deregistering would be one more collective
   arenas_.push_back(arena);
   return true;
 }

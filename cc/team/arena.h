@@ -16,6 +16,7 @@
 #include "schedule/arena_layout.h"
 #include "team/nccl.h"
 #include "team/team_memory.h"
+#include "team/watch.h"
 
 namespace entwine::team {
 
@@ -37,14 +38,15 @@ class Team {
 
   // The first arena that holds `demand`; null if none does.
   Arena const* find(schedule::ArenaDemand const& demand);
-  // The same, but makes one if none does. Collective. Null and `why` on failure, which is then the same on every rank.
-  Arena const* find_or_make(schedule::ArenaDemand const& demand, std::string* why);
+  // The same, but makes one if none does. Collective, and peers are waited for as long as `patience` has it. Null and `why` on
+  // failure, which is then the same on every rank.
+  Arena const* find_or_make(schedule::ArenaDemand const& demand, Patience const& patience, std::string* why);
 
  private:
   Team(Nccl const* nccl, NcclComm communicator, int device) : nccl_(nccl), communicator_(communicator), device_(device) {}
   bool start(std::string* why);
-  bool make(schedule::ArenaLayout const& layout, std::string* why);
-  bool all_ok(bool ok, char const* others, std::string* why);
+  bool make(schedule::ArenaLayout const& layout, Patience const& patience, std::string* why);
+  bool all_ok(bool ok, char const* others, Patience const& patience, std::string* why);
 
   Nccl const* nccl_;
   NcclComm communicator_;
@@ -52,6 +54,7 @@ class Team {
   int rank_ = 0, size_ = 0;
   cudaStream_t stream_ = nullptr;
   int* vote_ = nullptr;  // device memory
+  Watch watch_;
   std::mutex mutex_;
   std::deque<Arena> arenas_;  // addresses stay
 };

@@ -1,21 +1,19 @@
 #include "team/beside.h"
 
-#include <cuda.h>
-
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <memory>
-#include <thread>
 
 #include "team/device_scope.h"
 #include "team/first_epoch.h"
+#include "team/stream_values.h"
+#include "team/vote.h"
 
 namespace entwine::team {
 namespace {
 
-// NCCL's numbers.
-constexpr int kSum = 0, kMin = 3, kInt32 = 2, kInProgress = 7;
+// NCCL's number.
+constexpr int kSum = 0;
 // To warm up with, of each rank: NCCL does as much more in the same way.
 constexpr size_t kWarmElements = size_t{1} << 22, kElementBytes = 2;
 
@@ -24,28 +22,6 @@ constexpr size_t kMaxPitch = (size_t{1} << 31) - 1;
 
 std::string cuda(char const* what, cudaError_t error) {
   return error == cudaSuccess ? "" : std::string(what) + ": " + cudaGetErrorString(error);
-}
-
-using ValueFunction = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
-
-// Through the runtime, as nothing links the driver's library.
-ValueFunction value_function(char const* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<ValueFunction>(found) : nullptr;
-}
-ValueFunction wait_value() {
-  static ValueFunction const function = value_function("cuStreamWaitValue32");
-  return function;
-}
-ValueFunction write_value() {
-  static ValueFunction const function = value_function("cuStreamWriteValue32");
-  return function;
-}
-
-std::string driver(char const* what, CUresult result) {
-  return result == CUDA_SUCCESS ? "" : std::string(what) + ": CUDA error " + std::to_string(static_cast<int>(result));
 }
 
 }  // namespace
@@ -66,8 +42,7 @@ Beside* Beside::of(NcclComm communicator, int device, std::string* why) {
 
 std::string Beside::start() {
   if (!nccl_->moves_groups()) return "NCCL " + dotted(nccl_->version) + " at " + nccl_->path + " lacks a collective";
-  if (wait_value() == nullptr || write_value() == nullptr)
-    return "the driver has no cuStreamWaitValue32 and cuStreamWriteValue32: update it, or pass strategy=\"xla\"";
+  if (std::string why = stream_values_unsupported(); !why.empty()) return why;
   int count = nccl_->comm_count(communicator_, &size_), user = nccl_->comm_user_rank(communicator_, &rank_);
   if (count != 0 || user != 0)
     return std::string("XLA's communicator can't be read: ") + nccl_->error_string(count != 0 ? count : user);
@@ -81,29 +56,22 @@ std::string Beside::start() {
     if (why.empty()) why = cuda("an event", cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   if (why.empty()) why = cuda("memory", cudaMalloc(reinterpret_cast<void**>(&vote_), sizeof(int)));
   if (why.empty()) why = cuda("memory", cudaMalloc(reinterpret_cast<void**>(&stamp_), sizeof(uint32_t)));
-  return why;
+  return why.empty() ? watch_.start(device_, rank_, size_) : why;
 }
 
-// A communicator that doesn't block (XLA's do) may still be at it.
 std::string Beside::done(char const* what, int nccl) const {
-  auto until = std::chrono::steady_clock::now() + std::chrono::minutes(5);
-  while (nccl == kInProgress && std::chrono::steady_clock::now() < until) {
-    std::this_thread::sleep_for(std::chrono::microseconds(5));
-    if (nccl_->async_error(communicator_, &nccl) != 0) break;
-  }
-  return nccl == 0 ? "" : std::string(what) + ": " + nccl_->error_string(nccl);
+  return settled(*nccl_, communicator_, what, nccl, patience_.timeout_ns);
 }
 
-bool Beside::all_ok(bool ok) {
-  int vote = ok ? 1 : 0;
-  cudaError_t error = cudaMemcpyAsync(vote_, &vote, sizeof vote, cudaMemcpyHostToDevice, stream_);
-  std::string why = done("ncclAllReduce", nccl_->all_reduce(vote_, vote_, 1, kInt32, kMin, communicator_, stream_));
-  if (error == cudaSuccess) error = cudaMemcpyAsync(&vote, vote_, sizeof vote, cudaMemcpyDeviceToHost, stream_);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
-  return why.empty() && error == cudaSuccess && vote == 1;
+std::string Beside::begin(Patience const& patience, std::string what) {
+  patience_ = patience;
+  return watch_.begin(stream_, patience, std::move(what));
 }
 
-std::string Beside::warm_up(schedule::Op op, std::vector<size_t> const& counts, int type) {
+std::string Beside::end() { return watch_.end(stream_); }
+
+std::string Beside::warm_up(Patience const& patience, std::vector<size_t> const& counts, int type) {
+  schedule::Op op = patience.op;
   std::lock_guard<std::mutex> lock(mutex_);
   std::set<size_t> missing;
   for (size_t each : counts)
@@ -113,10 +81,13 @@ std::string Beside::warm_up(schedule::Op op, std::vector<size_t> const& counts, 
   size_t bytes = *missing.rbegin() * kElementBytes * static_cast<size_t>(size_);
   bool room = cudaMalloc(reinterpret_cast<void**>(&memory), bytes) == cudaSuccess;
   if (!room) cudaGetLastError();
-  std::string why;
-  if (all_ok(room))  // else none warms up: slower and later, no more
+  std::string why = begin(patience, "the first collectives");
+  if (why.empty()) why = vote(*nccl_, communicator_, stream_, vote_, patience.timeout_ns, &room);
+  if (room)  // else none warms up: slower and later, no more
     for (size_t count : missing)
       if (why.empty()) why = try_out(op, memory, count, type);
+  std::string ended = end();
+  if (why.empty()) why = ended;
   if (why.empty()) why = cuda("NCCL's first collectives", cudaStreamSynchronize(stream_));
   cudaFree(memory);
   return why;
@@ -146,10 +117,7 @@ std::string Beside::join(cudaStream_t main, uint32_t event) {
   return cuda("event", cudaStreamWaitEvent(main, events_[event], 0));
 }
 
-std::string Beside::await(uint32_t const* counter, uint32_t value) {
-  return driver("cuStreamWaitValue32",
-                wait_value()(stream_, reinterpret_cast<CUdeviceptr>(counter), value, CU_STREAM_WAIT_VALUE_GEQ));
-}
+std::string Beside::await(uint32_t const* counter, uint32_t value) { return await_value(stream_, counter, value); }
 
 std::string Beside::sum(void* tiles, size_t count, int type) {
   return done("ncclAllReduce", nccl_->all_reduce(tiles, tiles, count, type, kSum, communicator_, stream_));
@@ -175,10 +143,7 @@ std::string Beside::exchange(void const* own, void* theirs, size_t count, int ty
 
 uint32_t Beside::next_epoch(Arena const* arena) { return epochs_.try_emplace(arena, first_epoch()).first->second++; }
 
-std::string Beside::stamp(uint32_t value) {
-  return driver("cuStreamWriteValue32",
-                write_value()(stream_, reinterpret_cast<CUdeviceptr>(stamp_), value, CU_STREAM_WRITE_VALUE_DEFAULT));
-}
+std::string Beside::stamp(uint32_t value) { return write_value(stream_, stamp_, value); }
 
 std::string Beside::push(void* to, void const* from, size_t bytes) {
   return cuda("a group's copy", cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_));

@@ -11,7 +11,8 @@
 //
 // A group's transfer follows a wait of the stream itself (cuStreamWaitValue32) for the group's counter. No kernel that spins:
 // it would take a multiprocessor that NCCL is waiting for, and poll through the same L2 as the matmul. And no bound is needed,
-// as what is waited for is the own device's matmul, which is enqueued before and waits for nobody.
+// as what is waited for is the own device's matmul, which is enqueued before and waits for nobody. NCCL waits for peers: its
+// transfers are between begin() and end(), and are bounded by watch.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,6 +28,7 @@
 #include "schedule/tile_groups.h"
 #include "team/arena.h"
 #include "team/nccl.h"
+#include "team/watch.h"
 
 namespace entwine::team {
 
@@ -46,7 +48,7 @@ class Beside {
 
   // Collective, in Initialize: collectives of an op on these numbers of elements, of those that weren't made yet, so that NCCL
   // connects, allocates and loads before a call relies on it.
-  std::string warm_up(schedule::Op op, std::vector<size_t> const& counts, int type);
+  std::string warm_up(Patience const& patience, std::vector<size_t> const& counts, int type);
 
   // What is enqueued here from now on follows what `main` has by now.
   std::string follow(cudaStream_t main);
@@ -56,6 +58,11 @@ class Beside {
 
   // What follows waits until the counter has come to that.
   std::string await(uint32_t const* counter, uint32_t value);
+
+  // NCCL's transfers lie between these two: so long is waited for peers at most.
+  std::string begin(Patience const& patience, std::string what);
+  std::string end();
+  uint32_t next_call() { return ++calls_; }  // the number of a call by NCCL, for what is said about it
 
   // In place, of all ranks' `count` elements at `tiles`; and of size() times as many, of which this rank gets the rank()th
   // part.
@@ -81,7 +88,6 @@ class Beside {
  private:
   Beside(Nccl const* nccl, NcclComm communicator, int device) : nccl_(nccl), communicator_(communicator), device_(device) {}
   std::string start();
-  bool all_ok(bool ok);
   std::string try_out(schedule::Op op, uint8_t* memory, size_t count, int type);
   std::string done(char const* what, int nccl) const;
 
@@ -93,7 +99,10 @@ class Beside {
   cudaEvent_t forked_ = nullptr, events_[schedule::kMaxGroups + 1] = {};
   int* vote_ = nullptr;        // device memory
   uint32_t* stamp_ = nullptr;  // the same: what signals are copies of
+  Watch watch_;
+  Patience patience_{};  // of what was begun last
   std::mutex mutex_;
+  uint32_t calls_ = 0;
   std::map<Arena const*, uint32_t> epochs_;  // of the next call
   std::set<std::pair<schedule::Op, size_t>> warm_;
 };

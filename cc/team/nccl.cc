@@ -5,14 +5,18 @@
 #include <link.h>
 #include <stdlib.h>
 
+#include <chrono>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <thread>
 
 namespace entwine::team {
 namespace {
 
 constexpr int kOldest = 22800;  // windows on plain communicators
+// NCCL's number.
+constexpr int kInProgress = 7;
 
 // Paths of every NCCL in the process.
 std::set<std::string> loaded_nccl() {
@@ -77,6 +81,17 @@ std::optional<Nccl> load(std::string* why) {
 }
 
 }  // namespace
+
+std::string settled(Nccl const& nccl, NcclComm communicator, char const* function, int returned, uint64_t timeout_ns) {
+  using Clock = std::chrono::steady_clock;
+  auto start = Clock::now();
+  while (returned == kInProgress && nccl.async_error != nullptr &&
+         (timeout_ns == 0 || Clock::now() - start < std::chrono::nanoseconds(timeout_ns))) {
+    std::this_thread::sleep_for(std::chrono::microseconds(5));
+    if (nccl.async_error(communicator, &returned) != 0) break;
+  }
+  return returned == 0 ? "" : std::string(function) + ": " + nccl.error_string(returned);
+}
 
 std::string dotted(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100);

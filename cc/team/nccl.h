@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 struct CUstream_st;
@@ -38,6 +39,10 @@ struct Nccl {
            group_end != nullptr && async_error != nullptr;
   }
 };
+
+// "", or what a function returned. A communicator that doesn't block (XLA's do) may still be at it: that is waited for, so long
+// at most (0: without end).
+std::string settled(Nccl const& nccl, NcclComm communicator, char const* function, int returned, uint64_t timeout_ns);
 
 // 22809 as "2.28.9".
 std::string dotted(int version);

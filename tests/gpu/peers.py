@@ -1,7 +1,9 @@
-"""Two processes of one team (lockstep.py): one is killed, or stopped, or its program lacks calls that the other makes.
+"""Two processes of one team (lockstep.py): one is killed, or stopped, or its program lacks calls that the other makes,
+be it one for which the team's memory must grow.
 
-The other must end with an error that names op, rank, peer, tile and epoch, no later than the bound on waits and what it
-takes to notice. `python tests/gpu/peers.py --times 5 --out peers.json` does each so often and counts. No JAX in here.
+The other must end with an error that names op, rank, peer, and tile or group with its epoch or what was to grow, no
+later than the bound on waits and what it takes to notice. `python tests/gpu/peers.py --times 6 --out peers.json` does
+each so often and counts. No JAX in here.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ import time
 
 import lockstep
 
-FATES = ("killed", "stopped", "lacking")
-# The kernels' own waits, and the one that copy engines' signals are awaited by.
-STRATEGIES = ("fused", "signal")
+# And what each counts as.
+FATES = {"killed": "peers_killed", "stopped": "peers_stopped", "lacking": "peers_absent", "growing": "peers_absent"}
+# The kernels' own waits, the one that copy engines' signals are awaited by, and "signal" by NCCL, whose waits a thread
+# ends.
+STRATEGIES = ("fused", "signal", "nccl")
 SCENARIOS = pathlib.Path(__file__).parent / "scenarios.py"
 BOUND_S = 2.0  # ENTWINE_TIMEOUT_S of both
 NOTICE_S = 15.0  # for the call under way, the error's way through XLA, and the end of the process
 START_S = 60.0
 SAID = re.compile(
     r"entwine_jax\.(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce): "
-    r"rank \d+ waited too long for rank \d+: (row block \d+, column \d+|group \d+), epoch \d+"
+    r"rank \d+ waited too long for rank \d+: "
+    r"((row block \d+, column \d+|group \d+), epoch \d+|the (arena of a call|first collectives))"
 )
 
 
@@ -98,30 +103,35 @@ def meet(fate: str, strategy: str = "fused") -> Outcome:
     try:
         ready = all(process.says("making calls", START_S) for process in processes)
         time.sleep(random.uniform(0.2, 1.5))
-        if fate != "lacking" and ready:
+        if fate in ("killed", "stopped") and ready:
             victim.child.send_signal(signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
         start = time.monotonic()
         # One that lacks calls makes its last ones up to some seconds from now.
         ended = ready and left.ends(BOUND_S + NOTICE_S)
         seconds = time.monotonic() - start
+        if not ended:
+            left.child.send_signal(signal.SIGUSR1)  # it says where it is
+            time.sleep(1)
     finally:
         for process in processes:
             process.kill()
     time.sleep(0.2)  # for the readers
     said = "".join(left.output)
     in_time = ended and left.child.returncode == 0 and "raised" in said and SAID.search(said) is not None
-    return Outcome(fate, in_time, seconds, f"{said}\n--- the other:\n{''.join(victim.output)}")
+    return Outcome(f"{fate} ({strategy})", in_time, seconds, f"{said}\n--- the other:\n{''.join(victim.output)}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=3, help="of each fate, of both strategies by turns")
+    parser.add_argument("--times", type=int, default=3, help="of each fate, of all strategies by turns")
     parser.add_argument("--out", type=pathlib.Path, help="for the counts, as JSON")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # children end first: they would go on using the GPUs
     counts = {"peers_killed": 0, "peers_stopped": 0, "peers_absent": 0, "reported_in_time": 0, "slowest_report_s": 0.0}
     for i in range(arguments.times):
-        for fate, name in zip(FATES, ("peers_killed", "peers_stopped", "peers_absent"), strict=True):
-            outcome = meet(fate, STRATEGIES[i % len(STRATEGIES)])
+        strategy = STRATEGIES[i % len(STRATEGIES)]
+        for fate, name in FATES.items():
+            outcome = meet(fate, strategy)
             print(outcome, flush=True)
             if not outcome.in_time:
                 print(outcome.output[-6000:], flush=True)
@@ -130,7 +140,7 @@ def main() -> int:
             counts["slowest_report_s"] = round(max(counts["slowest_report_s"], outcome.seconds), 1)
             if arguments.out is not None:
                 arguments.out.write_text(json.dumps(counts) + "\n")
-    return 0 if counts["reported_in_time"] == 3 * arguments.times else 1
+    return 0 if counts["reported_in_time"] == len(FATES) * arguments.times else 1
 
 
 if __name__ == "__main__":

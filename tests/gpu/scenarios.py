@@ -6,7 +6,10 @@ A scenario raises on failure. XLA's flags, the first call of a process, and one 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -300,37 +303,61 @@ def late_peer() -> None:
     raise AssertionError(f"a peer late by about {seconds:.1f} s was no error")
 
 
+def options_of(strategy: str) -> dict[str, Any]:
+    """Of a call: peers.py has one strategy more, "signal" without copy engines."""
+    if strategy != "nccl":
+        return {"strategy": strategy}
+    return {"strategy": "signal", "config": entwine_jax.Config(comm_sms=24)}
+
+
+def in_a_row(case: Case, mesh: Mesh, options: dict[str, Any], calls: int = 300) -> Callable[..., jax.Array]:
+    """So many calls in one program, enough to fill a stream's queue: when the peer is lost, the host waits for room."""
+    x_spec, w_spec, _ = case.specs(AXIS)
+    call = per_shard(case, **options)
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, calls, lambda _, x: x + 0 * jnp.sum(call(x, w)).astype(x.dtype), x)
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=x_spec, check_vma=False))
+
+
 def peer(fate: str, strategy: str) -> None:
     """One of two processes that make calls without end. Process 1 is killed or stopped from outside, or makes no more
-    calls after a while (its program lacks them); process 0 must hear of it. See peers.py."""
+    calls after a while (its program lacks them), be it those made before or one that needs a larger arena; process 0
+    must hear of it. See peers.py."""
     lockstep.join()
-    mesh = mesh_of()
-    inputs = []
+    mesh, options = mesh_of(), options_of(strategy)
+    calls = []
     for case in RAGGED.values():
-        check_exact(case, mesh, seed=1, strategy=strategy)
-        x, w = integers(case, 2, 1)
-        x_spec, w_spec, _ = case.specs(AXIS)
-        inputs.append((case, put(x, mesh, x_spec), put(w, mesh, w_spec)))
+        check_exact(case, mesh, seed=1, **options)
+        calls.append((in_a_row(case, mesh, options), *placed(case, mesh, *integers(case, 2, 1))))
+        run, x, w = calls[-1]
+        jax.block_until_ready(run(x, w))  # while XLA tunes a program, its processes wait for each other without a bound
     print("making calls", flush=True)
     start = time.monotonic()
-    while fate != "lacking" or jax.process_index() == 0 or time.monotonic() - start < 1:
-        for case, x, w in inputs:
-            try:
-                jax.block_until_ready(program(case, mesh, strategy=strategy)(x, w))
-            except Exception as error:
-                print(f"raised {time.monotonic() - start:.1f} s after the first call:", error, flush=True)
-                time.sleep(1)  # what a kernel waited for comes on stderr
-                return
+    for turn in itertools.count():
+        if turn == 5 and fate in ("lacking", "growing") and jax.process_index() == 1:
+            break
+        if turn == 5 and fate == "growing":
+            # One that XLA has nothing to tune of.
+            large = Case(REDUCE_SCATTER, 2056, 1032, 2056)
+            calls = [(program(large, mesh, **options), *placed(large, mesh, *integers(large, 2, 1)))]
+        try:
+            jax.block_until_ready([run(x, w) for run, x, w in calls])
+        except Exception as error:
+            print(f"raised {time.monotonic() - start:.1f} s after the first call:", error, flush=True)
+            time.sleep(1)  # what a kernel waited for comes on stderr
+            return
     time.sleep(60)
 
 
-def absent(op: str) -> None:
+def absent(op: str, strategy: str = "fused") -> None:
     """One process: rank 1's program lacks the call that rank 0 makes."""
-    case, mesh = RAGGED[op], mesh_of()
+    case, mesh, options = RAGGED[op], mesh_of(), options_of(strategy)
     ranks = team_size(mesh)
-    check_exact(case, mesh, seed=1)
+    check_exact(case, mesh, seed=1, **options)
     x_spec, w_spec, y_spec = case.specs(AXIS)
-    call = per_shard(case)
+    call = per_shard(case, **options)
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
         y = jax.eval_shape(call, x, w)
@@ -408,6 +435,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # peers.py asks so where one is that doesn't end
     if sys.argv[1] == "exit_in_flight":
         company.exit_in_flight(*map(int, sys.argv[2:]))
         sys.exit()  # as any program ends

@@ -112,9 +112,10 @@ def test_late_peer():
         assert words in output, f"no {words!r} in:\n{output[-4000:]}"
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("op", OPS)
-def test_rank_without_the_call(op):
-    (output,) = finish(start("absent", op, ENTWINE_TIMEOUT_S="2"))
+def test_rank_without_the_call(op, strategy):
+    (output,) = finish(start("absent", op, strategy, ENTWINE_TIMEOUT_S="2"))
     said = SAID.search(output)
     assert said is not None and op in said[0], output[-4000:]
 
