@@ -57,13 +57,17 @@ def spread(
     return jax.shard_map(local, mesh=mesh, in_specs=(x, w), out_specs=y, check_vma=check_vma)
 
 
-def integers(shape: Sequence[int], seed: int, dtype: Any = jnp.float32, low: int = -2, high: int = 2) -> jax.Array:
+# Operands are arrays of NumPy's: a jax.Array on one device is cast and cut into shards by programs that XLA has to compile first,
+# shape by shape, which was a fifth of all that these tests compile.
+
+
+def integers(shape: Sequence[int], seed: int, dtype: Any = jnp.float32, low: int = -2, high: int = 2) -> np.ndarray:
     """Small enough that all sums are exact, so that a lost tile or signal shows as a wrong bit."""
-    return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape, endpoint=True), dtype)
+    return np.random.default_rng(seed).integers(low, high, shape, endpoint=True).astype(dtype)
 
 
-def normal(shape: Sequence[int], seed: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+def normal(shape: Sequence[int], seed: int, dtype: Any = jnp.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def product(x: Any, w: Any) -> np.ndarray:
