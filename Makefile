@@ -108,8 +108,10 @@ soak: build ## random collective matmuls by the thousand, each checked to the bi
 # ---------------------------------------------------------------------------------------------------------------------
 
 wheel: $(VENV_STAMP) ## source distribution and wheel in dist/, the wheel built from the former in a clean environment
-	rm -rf dist
-	@$(FIND_NVCC); $(BIN)/python -m build --outdir dist
+	rm -rf dist build/sdist
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist
+	@mkdir -p build/sdist && tar -xzf dist/*.tar.gz -C build/sdist
+	@$(FIND_NVCC); $(BIN)/python -m build --wheel --outdir dist build/sdist/*
 
 lock: $(VENV_STAMP) ## renew the pinned versions in requirements/
 	$(PIP) install --quiet uv==0.13.9
