@@ -110,7 +110,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     found = [_describe(equation) for equation in ours]
     found += [_describe_partitioned(each) for each in heard]
     if not heard:
-        found += [_describe_whole(equation) for equation in waiting if equation.params["static_args"][0].product != "w"]
+        found += [one for equation in waiting for one in _describe_whole(equation)]
     return Explanation(found)
 
 
@@ -216,10 +216,12 @@ def _describe_partitioned(each: Partitioned) -> CollectiveMatmul:
     return _dot(*each.operands, each.result, each.transpose_w, each.layout.reason)
 
 
-def _describe_whole(equation: Any) -> CollectiveMatmul:
-    """A product that was lowered for one device."""
-    x, w, y = (variable.aval for variable in (*equation.invars[:2], equation.outvars[0]))
-    return _dot(x, w, y, equation.params["static_args"][0].product == "x", "there is one device: a plain dot")
+def _describe_whole(equation: Any) -> Iterator[CollectiveMatmul]:
+    """Products that were lowered for one device: two operands and a result each."""
+    for i, call in enumerate(equation.params["static_args"]):
+        x, w, y = (variable.aval for variable in (*equation.invars[2 * i : 2 * i + 2], equation.outvars[i]))
+        if call.product != "w":
+            yield _dot(x, w, y, call.product == "x", "there is one device: a plain dot")
 
 
 def _shard(aval: Any) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,8 @@
 """collective_matmul: jnp.matmul on global arrays, whose shardings pick the collective matmul that runs."""
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from . import (
     _checks,
     _config,
     _float8_checks,
+    _gate_checks,
     _lowering,
+    _matmul_several,
     _on_ranks,
     _placed,
     _products,
@@ -23,6 +26,7 @@ from . import (
 )
 from ._config import Config
 from ._float8_checks import Scales
+from ._matmul_several import Product, constrained, mesh_of, settled
 from ._placed import Place
 from ._selection import OPERANDS
 from ._spread import Call
@@ -32,22 +36,74 @@ OP = "collective_matmul"
 OutSharding = PartitionSpec | NamedSharding | None
 
 
+@overload
 def collective_matmul(
     x: ArrayLike,
     w: ArrayLike,
     *,
+    axis_name: AxisName | None = ...,
+    out_sharding: OutSharding = ...,
+    transpose_w: bool = ...,
+    bias: ArrayLike | None = ...,
+    activation: str | None = ...,
+    residuals: str = ...,
+    scales: Scales | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> jax.Array: ...
+@overload
+def collective_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    *,
+    axis_name: AxisName | None = ...,
+    out_sharding: OutSharding = ...,
+    transpose_w: bool = ...,
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: Sequence[str | None] | None = ...,
+    residuals: str = ...,
+    scales: Scales | tuple[ArrayLike, Sequence[ArrayLike]] | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> tuple[jax.Array, ...]: ...
+@overload
+def collective_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    *,
+    gated: Literal[True],
+    axis_name: AxisName | None = ...,
+    out_sharding: OutSharding = ...,
+    transpose_w: bool = ...,
+    bias: Sequence[ArrayLike | None] | None = ...,
+    activation: str | None = ...,
+    residuals: str = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    precision: Any = ...,
+    strategy: str | None = ...,
+    config: Config | None = ...,
+) -> jax.Array: ...
+def collective_matmul(
+    x: ArrayLike,
+    w: ArrayLike | Sequence[ArrayLike],
+    *,
+    gated: bool = False,
     axis_name: AxisName | None = None,
     out_sharding: OutSharding = None,
     transpose_w: bool = False,
-    bias: ArrayLike | None = None,
-    activation: str | None = None,
+    bias: ArrayLike | Sequence[ArrayLike | None] | None = None,
+    activation: str | Sequence[str | None] | None = None,
     residuals: str = "regather",
-    scales: Scales | None = None,
+    scales: Scales | tuple[ArrayLike, Sequence[ArrayLike]] | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: Any = None,
     strategy: str | None = None,
     config: Config | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, ...]:
     """``activation(jnp.matmul(x, w) + bias)`` on global arrays, their collective running while the product does.
 
     The shardings choose, for ``y[..., m, n] = x[..., m, k] @ w[k, n]`` and any mesh axis ``t``:
@@ -76,9 +132,24 @@ def collective_matmul(
       `matmul_all_reduce`. If the axis is manual there, x and w are one rank's shards; if it is automatic
       (``shard_map``'s ``axis_names`` holds others only), they are whole along it. Explicit axes are known there too.
 
+    Several products of the same x, queries, keys and values say, are asked for with a tuple or list of weights; with
+    ``gated=True`` the two of a SwiGLU or GeGLU MLP become one result, as in `all_gather_matmul`::
+
+        q, k, v = collective_matmul(x, (w_q, w_k, w_v))
+        h = collective_matmul(x, (w_gate, w_up), gated=True, activation="silu")
+
+    If all of them select `all_gather_matmul` over one team, they are one call (for up to four weights), which gathers x
+    once, and so is all of ``dx``, with what the weight gradients need gathered beside it. Otherwise each is a product
+    of its own. So it is where the team's axis is automatic inside a ``jax.shard_map`` over others; and, under automatic
+    sharding, with ``transpose_w``, ``scales`` or ``residuals="save"``, or if results have different dtypes. Of gated
+    products the kernel multiplies the sums itself, where no gradient is taken, on explicit axes and in ``shard_map``
+    over the team; under automatic sharding XLA multiplies its two results.
+
     Args:
       x: leading dimensions, rows, contraction.
-      w: a matrix.
+      w: a matrix; or several.
+      gated: of two weights (w_gate, w_up), of as many columns, there is one result,
+        ``activation(x @ w_gate + b_gate) * (x @ w_up + b_up)``, with one activation. Not for float8.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor. Outside of ``jax.shard_map`` it
         restricts the choice to that team; by default any axis will do.
       out_sharding: where y shall lie.
@@ -86,8 +157,10 @@ def collective_matmul(
         is read as it lies. (The product is then the one that elsewhere is a gradient, and messages about its shardings
         call it so, ``y @ w.T``. What its weight gradient gathers, XLA gathers, and ``residuals`` mean nothing to it.)
       bias: added to every row of y; of shape (n,), or a rank's shard of that where w is one.
+        With several weights a sequence, with None for those without.
       activation: as in `all_gather_matmul`: None, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``. Fused kernels
-        add the bias and apply it (where no gradient is taken) to float32 sums, before these are rounded.
+        add the bias and apply it (where no gradient is taken) to float32 sums, before these are rounded. With several
+        weights a sequence: ``activation=("silu", None)``.
       residuals: as in `all_gather_matmul`: ``"save"`` keeps x for the weight gradient as it was gathered, named
         ``"entwine_gathered"``, rather than gather it again. Products whose shardings select another op, or a plain dot,
         keep x as ever. Inside ``jax.shard_map``, where ``out_sharding`` alone names the op, ``"save"`` is an error for
@@ -102,46 +175,101 @@ def collective_matmul(
       config: overrides for the fused schedule.
 
     Returns:
-      y.
+      y; or a tuple of one y for each of several weights, or h.
 
     Raises:
       TypeError: operands aren't arrays, have no matching contraction, or dtypes that don't promote; a bias or scales
         that don't suit them; a gradient of float8 operands is asked for.
-      ValueError: an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that JAX can't know;
-        residuals that are unknown, or of a product that has none; an unknown activation, strategy, precision or
-        setting.
+      ValueError: as many biases or activations as weights are wanted, but aren't given; gated, other than two weights
+        or more than one activation; an axis that the mesh hasn't, or used twice; k shards that disagree; shardings that
+        JAX can't know; residuals that are unknown, or of a product that has none; an unknown activation, strategy,
+        precision or setting.
       NotImplementedError: a named strategy but ``"xla"`` can't run these shardings, types, shapes or devices.
 
       Under automatic sharding, what only the partitioner can see comes as a ``jax.errors.JaxRuntimeError`` that holds
       the message.
     """
+    options: dict[str, Any] = {
+        "axis_name": axis_name,
+        "out_sharding": out_sharding,
+        "transpose_w": transpose_w,
+        "residuals": residuals,
+        "preferred_element_type": preferred_element_type,
+        "precision": precision,
+        "strategy": strategy,
+        "config": config,
+    }
+    if gated:
+        _gate_checks.weights(OP, x, w, scales)
+    if not isinstance(w, tuple | list):
+        y: jax.Array = _one(_product_of(x, w, bias, activation, scales, options), options)
+        return y
+    _checks.several(OP, w)
+    count = len(w)
+    biases = _checks.one_each(OP, "bias", bias, count)
+    if gated:
+        activations = [_gate_checks.activation(OP, activation), None]
+    else:
+        activations = _checks.one_each(OP, "activation", activation, count)
+    pairs = _float8_checks.several_scales(OP, scales, count)
+    each = [_product_of(x, w[i], biases[i], activations[i], pairs[i], options, f"bias[{i}]") for i in range(count)]
+    if gated:
+        _gate_checks.columns(OP, *(one.columns for one in each))
+    ys = _matmul_several.together(each, bool(gated), options)
+    if ys is None:
+        ys = tuple(_one(one, options) for one in each)
+        return _reference.gate(ys, None) if gated else ys
+    return ys[0] if gated else ys
+
+
+def _product_of(
+    x: Any, w: Any, bias: Any, activation: Any, scales: Any, options: dict[str, Any], named: str = "bias"
+) -> Product:
+    """What the user has asked for, checked; `named` is what messages call the bias."""
+    transpose_w, types = options["transpose_w"], (options["preferred_element_type"], options["precision"])
     x, w = _checks.arrays(OP, x, w)
-    settings = _config.resolve(OP, strategy, config)
+    settings = _config.resolve(OP, options["strategy"], options["config"])
     _checks.shapes(OP, x.shape, w.shape, 1, (), transpose_w)
     pair = _float8_checks.scales(OP, x, w, scales)
     if pair is None:
-        operand, dtype = _checks.types(OP, x, w, preferred_element_type, precision)
+        operand, dtype = _checks.types(OP, x, w, *types)
         x, w = x.astype(operand), w.astype(operand)
     else:
-        dtype = _float8_checks.float8_types(OP, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
-    names = _checks.team(OP, axis_name)
-    spec = _checks.spec(OP, out_sharding, x.ndim)
-    saves = _config.saves(OP, residuals)
+        dtype = _float8_checks.float8_types(OP, *types, f"x {x.dtype} and w {w.dtype}")
+    names = _checks.team(OP, options["axis_name"])
+    spec = _checks.spec(OP, options["out_sharding"], x.ndim)
+    saves = _config.saves(OP, options["residuals"])
     if pair is not None:
         _float8_checks.float8_residuals(OP, saves)
-    call = Call(
-        "x" if transpose_w else "y", dtype, precision, settings, names, saves, _config.activation(OP, activation)
-    )
+    made = _config.activation(OP, activation)
+    call = Call("x" if transpose_w else "y", dtype, types[1], settings, names, saves, made)
     _checks.activated(OP, activation, dtype)
-    bias = _checks.bias(OP, bias, w.shape[0 if transpose_w else 1], dtype)
+    bias = _checks.bias(OP, bias, w.shape[0 if transpose_w else 1], dtype, named)
+    return Product(call, x, w, bias, pair, spec)
 
+
+def _one(product: Product, options: dict[str, Any]) -> jax.Array:
+    call, x, w, bias, pair, spec = product
+    names, out_sharding = call.axis_name, options["out_sharding"]
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     if manual and names is not None and {*names} <= manual:
-        op = _checks.op_inside(OP, names, spec, saves)
-        options = preferred_element_type, precision, strategy, config, False, saves
-        epilogue: Any = {"bias": bias, "activation": activation}
-        y, _ = _on_ranks.on_ranks(op, x, w, names, *options, transpose_w=transpose_w, scales=pair, **epilogue)
+        op = _checks.op_inside(OP, names, spec, call.saves)
+        y, _ = _on_ranks.on_ranks(
+            op,
+            x,
+            w,
+            names,
+            options["preferred_element_type"],
+            options["precision"],
+            options["strategy"],
+            options["config"],
+            saves=call.saves,
+            transpose_w=call.product == "x",
+            bias=bias,
+            activation=call.activation,
+            scales=pair,
+        )
         return y
     if manual and manual == {*mesh.axis_names}:
         raise ValueError(
@@ -164,10 +292,8 @@ def _global(
     spec: PartitionSpec | None,
 ) -> jax.Array:
     """Operands are whole, along the axes that aren't manual at least; a scale is that of float8 x and w."""
-    mesh = _mesh(x, w)
-    _checks.axes_of_mesh(OP, mesh, call.axis_name, spec)
-    if spec is not None and isinstance(out_sharding, PartitionSpec) and not mesh.empty:
-        out_sharding = NamedSharding(mesh, spec)  # so that no mesh needs to be set
+    mesh = mesh_of(x, w)
+    out_sharding = settled(call, mesh, out_sharding, spec)
     if {*mesh.explicit_axes}:
         return _explicit(call, mesh, x, w, bias, scale, out_sharding, spec)
     if mesh.manual_axes:
@@ -180,17 +306,7 @@ def _global(
 def _automatic(
     call: Call, out_sharding: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
-    y: jax.Array = _product(call, None, x, w, bias, scale)
-    if out_sharding is None:
-        return y
-    try:
-        y = lax.with_sharding_constraint(y, out_sharding)
-    except RuntimeError as error:
-        raise ValueError(
-            f"entwine_jax.{OP}: out_sharding={out_sharding} needs a mesh, and x and w don't tell: call it under "
-            "jax.set_mesh, or pass a jax.NamedSharding"
-        ) from error
-    return y
+    return constrained(_product(call, None, x, w, bias, scale), out_sharding)
 
 
 def _product(
@@ -299,10 +415,3 @@ def _scaled_dot(
     dtypes = {"precision": call.precision, "preferred_element_type": jnp.float32}
     y = lax.dot_general(x, w, contracted, **dtypes, out_sharding=out_sharding)
     return _reference.finish(y * scale, bias, call.activation).astype(call.dtype)
-
-
-def _mesh(x: jax.Array, w: jax.Array) -> Any:
-    """The one that is set, or that explicit arrays bring with them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    meshes = (mesh, *(jax.typeof(v).sharding.mesh for v in (x, w)))
-    return next((m for m in meshes if not m.empty), mesh)

@@ -93,14 +93,14 @@ def _partitioned_gradients(leading: int, saved: int) -> Any:
     inputs = [factors[name] for name in "ywx"] + (_partitioning.saved_factors(leading) if saved else [factors["y"]])
     made: Any = custom_partitioning(five if saved else four, static_argnums=(4 + saved, 5 + saved))
     made.def_partition(
-        _partition_gradients,
+        partition_gradients,
         sharding_rule=f"{', '.join(inputs)} -> {factors['x']}, {factors['w']}",
         need_replication_factors=("s",),
     )
     return made
 
 
-def _partition_gradients(to_x: Call, to_w: Call, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+def partition_gradients(to_x: Call, to_w: Call, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
     of_x = _partitioning.layout_of(to_x, mesh, args[:2], results[0])
     of_w = _partitioning.layout_of(to_w, mesh, args[2:4], results[1])
     team = _spread.team_of(of_x, dict(mesh.shape), mesh.devices.flat[0].platform)

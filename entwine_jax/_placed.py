@@ -51,7 +51,7 @@ def product(
 ) -> jax.Array:
     """A product, without its gradient; of a weight gradient, `rows` may be what the forward pass has kept of a."""
     made = layout(call, place, a, b)
-    specs = [_partition_spec(spec) for spec in made.operands]
+    specs = [partition_spec(spec) for spec in made.operands]
     saved = rows is not None and made.operands[0] == _saved(place, a.ndim)[1]
     if rows is not None and saved:
         a, specs[0] = rows, _saved_spec(place, a.ndim)
@@ -63,7 +63,7 @@ def product(
         return _spread.one_rank(call, made, team)(*operands)
 
     y: jax.Array = jax.shard_map(
-        rank, mesh=place.mesh, in_specs=(*specs,), out_specs=_partition_spec(made.result), axis_names={*place.axes}
+        rank, mesh=place.mesh, in_specs=(*specs,), out_specs=partition_spec(made.result), axis_names={*place.axes}
     )(*operands)
     return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
 
@@ -73,7 +73,7 @@ def scaled(
 ) -> jax.Array:
     """A product of float8 times `scale`."""
     made = layout(call, place, a, b)
-    operands, specs = _operands(place, made, [_partition_spec(spec) for spec in made.operands], a, b, bias)
+    operands, specs = _operands(place, made, [partition_spec(spec) for spec in made.operands], a, b, bias)
 
     def rank(scale: jax.Array, *operands: jax.Array) -> jax.Array:
         a, b, *bias = _varying(made, *operands)
@@ -85,7 +85,7 @@ def scaled(
         rank,
         mesh=place.mesh,
         in_specs=(PartitionSpec(), *specs),
-        out_specs=_partition_spec(made.result),
+        out_specs=partition_spec(made.result),
         axis_names={*place.axes},
     )(scale, *operands)
     return _move(place, y, dict(place.specs)[call.product]) if place.explicit else y
@@ -97,7 +97,7 @@ def _operands(
     """Of a product's shard_map; a bias lies as the result's columns do."""
     operands = [a, b]
     if bias is not None:
-        operands, specs = [a, b, bias], [*specs, _partition_spec(made.result[-1:])]
+        operands, specs = [a, b, bias], [*specs, partition_spec(made.result[-1:])]
     if place.explicit:
         operands = [_move(place, v, spec) for v, spec in zip(operands, specs, strict=True)]
     return operands, specs
@@ -121,14 +121,14 @@ def saving(
     made = layout(call, place, x, w)
     if made.op != "all_gather_matmul":
         return product(call, place, x, w, bias=bias), jnp.zeros((0,), x.dtype)
-    operands, specs = _operands(place, made, [_partition_spec(spec) for spec in made.operands], x, w, bias)
+    operands, specs = _operands(place, made, [partition_spec(spec) for spec in made.operands], x, w, bias)
 
     def rank(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         work = _spread.one_rank_saving(call, made, _team.resolve("collective_matmul", made.team))
         y, rows = work(*_varying(made, *operands))
         return y, rows[None]
 
-    results = _partition_spec(made.result), _saved_spec(place, x.ndim)
+    results = partition_spec(made.result), _saved_spec(place, x.ndim)
     y, rows = jax.shard_map(rank, mesh=place.mesh, in_specs=(*specs,), out_specs=results, axis_names={*place.axes})(
         *operands
     )
@@ -143,7 +143,7 @@ def _saved(place: Place, ndim: int) -> tuple[tuple[str, ...], _selection.Spec]:
 
 def _saved_spec(place: Place, ndim: int) -> PartitionSpec:
     team, spec = _saved(place, ndim)
-    return _partition_spec((team, *spec))
+    return partition_spec((team, *spec))
 
 
 def gradients(
@@ -156,11 +156,11 @@ def gradients(
     team = _team.along(of_x.team, place.sizes, place.axes, "") if of_x.team else None
     if _spread.gradients_of_rank(to_x, to_w, of_x, of_w, team) is None:
         return product(to_x, place, dy, w), product(to_w, place, x, dy, rows)
-    specs = [_partition_spec(spec) for spec in (*of_x.operands, of_x.result)]
+    specs = [partition_spec(spec) for spec in (*of_x.operands, of_x.result)]
     saved = rows is not None and of_w.operands[0] == _saved(place, x.ndim)[1]
     if rows is not None and saved:
         x, specs[2] = rows, _saved_spec(place, x.ndim)
-    results = _partition_spec(of_x.result), _partition_spec(of_w.result)
+    results = partition_spec(of_x.result), partition_spec(of_w.result)
     if place.explicit:
         dy, w, x = (_move(place, v, spec) for v, spec in zip((dy, w, x), specs, strict=True))
 
@@ -187,5 +187,5 @@ def _move(place: Place, array: jax.Array, spec: PartitionSpec) -> jax.Array:
     return moved
 
 
-def _partition_spec(spec: _selection.Spec) -> PartitionSpec:
+def partition_spec(spec: _selection.Spec) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in spec))

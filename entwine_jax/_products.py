@@ -13,7 +13,7 @@ from ._selection import OPERANDS
 from ._spread import Call
 
 
-def _primal(
+def primal(
     call: Call,
     place: Place | None,
     a: jax.Array,
@@ -31,7 +31,7 @@ def _primal(
     return _placed.product(call, place, a, b, rows, bias)
 
 
-product: Any = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+product: Any = jax.custom_vjp(primal, nondiff_argnums=(0, 1))
 
 
 def _primal_saving(
@@ -58,17 +58,17 @@ def _forward(call: Call, place: Place | None, a: Any, b: Any, like: Any, rows: A
     else:
         y = product(inner, place, *(v if v is None else v.value for v in (a, b, like, rows, bias)))
         kept = a.value, b.value, _wanted(a, b), jnp.zeros((0,), a.value.dtype)
-    return _reference.finish(y, None, outside), (*kept[:4], *_kept_of_epilogue(call, y, bias))
+    return _reference.finish(y, None, outside), (*kept[:4], *kept_of_epilogue(call, y, bias))
 
 
 def _forward_saving(call: Call, place: Place | None, x: Any, w: Any, bias: Any) -> Any:
     y, rows = saving(call, place, *(v if v is None else v.value for v in (x, w, bias)))
     rows = lax.stop_gradient(rows)
     kept = _reference.named(rows) if rows.size else rows
-    return (y, rows), (x.value, w.value, _wanted(x, w), kept, *_kept_of_epilogue(call, y, bias))
+    return (y, rows), (x.value, w.value, _wanted(x, w), kept, *kept_of_epilogue(call, y, bias))
 
 
-def _kept_of_epilogue(call: Call, y: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array]:
+def kept_of_epilogue(call: Call, y: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array]:
     """What the activation's gradient is a function of; and whether the bias' is wanted, in its dtype."""
     nothing = jnp.zeros((0,), y.dtype)
     wanted = nothing if bias is None else jnp.zeros((int(bias.perturbed),), bias.value.dtype)
@@ -108,7 +108,7 @@ def _backward(call: Call, place: Place | None, kept: Any, cotangent: Any) -> Any
     def gradient(name: str) -> jax.Array:
         like = None if place is not None else known[name]
         made: jax.Array = product(
-            _to(call, name, known[name]),
+            to(call, name, known[name]),
             place,
             *(known[v] for v in OPERANDS[name]),
             like,
@@ -131,7 +131,7 @@ product.defvjp(_forward, _backward, symbolic_zeros=True)
 saving.defvjp(_forward_saving, _backward_saving, symbolic_zeros=True)
 
 
-def _to(call: Call, name: str, like: Any) -> Call:
+def to(call: Call, name: str, like: Any) -> Call:
     return dataclasses.replace(call, product=name, dtype=like.dtype, saves=False, activation=None)
 
 
@@ -140,7 +140,7 @@ def _both(
 ) -> Any:
     """dx and dw of y = x @ w: what dw needs of the team's rows is gathered beside dx, where shardings allow that, or
     has been kept: `rows`."""
-    calls = _to(call, "x", x), _to(call, "w", w)
+    calls = to(call, "x", x), to(call, "w", w)
 
     @jax.custom_batching.custom_vmap
     def both(dy: jax.Array, w: jax.Array, x: jax.Array, *rows: jax.Array) -> Any:
@@ -154,7 +154,7 @@ def _both(
     def batched(size: int, is_batched: list[bool], *operands: jax.Array) -> Any:
         def each(dy: jax.Array, w: jax.Array, x: jax.Array, *rows: jax.Array) -> Any:
             like = (None, None) if place is not None else (x, w)
-            return _primal(calls[0], place, dy, w, like[0]), _primal(calls[1], place, x, dy, like[1], *rows)
+            return primal(calls[0], place, dy, w, like[0]), primal(calls[1], place, x, dy, like[1], *rows)
 
         axes = tuple(0 if batch else None for batch in is_batched)
         return jax.vmap(each, axes, axis_size=size)(*operands), (True, True)
@@ -176,7 +176,7 @@ def _backward_both(call: Call, place: Place | None, kept: Any, cotangents: Any) 
     (dy, w, x), (d_dx, d_dw) = kept, cotangents
 
     def made(name: str, like: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        result: jax.Array = product(_to(call, name, like), place, a, b, None if place is not None else like)
+        result: jax.Array = product(to(call, name, like), place, a, b, None if place is not None else like)
         return result
 
     d_dy = made("y", dy, d_dx, w) + made("y", dy, x, d_dw)

@@ -1,11 +1,12 @@
 """The ops for a front end: without checks, on one rank's shards as it has spread them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from . import _differentiable, _reference, _scaled, _strategy
+from . import _differentiable, _reference, _scaled, _several, _strategy
 from ._config import Settings
 from ._differentiable import flat, operand_dtype
 from ._strategy import Request
@@ -56,6 +57,40 @@ def scaled(
     request = Request(op, team, transpose_b, dtype, precision, settings, scaled=True, activation=activation)
     y, _ = _scaled.run(request, flat(a), b, scale, bias=bias)
     return y.reshape(*a.shape[:-2], *y.shape[1:])
+
+
+def several(
+    team: Team,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    dtype: Any,
+    precision: Any,
+    settings: Settings,
+    biases: Sequence[jax.Array | None],
+    activations: Sequence[str | None],
+) -> tuple[jax.Array, ...]:
+    """all_gather_matmul of several weights, without its gradient."""
+    request = Request("all_gather_matmul", team, False, dtype, precision, settings)
+    ys, _ = _several.multiply(request, flat(x), ws, biases, activations)
+    return tuple(y.reshape(*x.shape[:-2], *y.shape[1:]) for y in ys)
+
+
+def gradients_of_several(
+    team: Team, dys: Sequence[jax.Array], ws: Sequence[jax.Array], x: jax.Array, precision: Any, settings: Settings
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Of all x @ w_i at once, in the dtypes of x and w: dx by a matmul_reduce_scatter, which gathers x beside."""
+    request = Request("matmul_reduce_scatter", team, True, ws[0].dtype, precision, settings)
+    like = flat(dys[0])
+    operand = operand_dtype(_strategy.choose(request, like.astype(ws[0].dtype), ws[0]), ws[0].dtype, like.dtype)
+    request = dataclasses.replace(request, dtype=operand, gathers=True)
+    flats = [flat(dy).astype(operand) for dy in dys]
+    dx, rows = _several.add(request, flats, [w.astype(operand) for w in ws], flat(x).astype(operand))
+    assert rows is not None
+    dws = [
+        _reference.weight_gradient(rows, dy, precision=precision).astype(w.dtype)
+        for dy, w in zip(flats, ws, strict=True)
+    ]
+    return dx.reshape(*x.shape[:-2], *dx.shape[1:]).astype(x.dtype), dws
 
 
 def gradients(

@@ -57,8 +57,8 @@ def spread(
     return jax.shard_map(local, mesh=mesh, in_specs=(x, w), out_specs=y, check_vma=check_vma)
 
 
-# Operands are arrays of NumPy's: a jax.Array on one device is cast and cut into shards by programs that XLA has to compile first,
-# shape by shape, which was a fifth of all that these tests compile.
+# Operands are arrays of NumPy's: a jax.Array on one device is cast and cut into shards by programs that XLA has to
+# compile first, shape by shape, which was a fifth of all that these tests compile.
 
 
 def integers(shape: Sequence[int], seed: int, dtype: Any = jnp.float32, low: int = -2, high: int = 2) -> np.ndarray:

@@ -85,6 +85,52 @@ def test_mlp(mode, residuals):
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit", "manual"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_several_weights(mode, gated):
+    """One call forward, and one backward."""
+    mesh = mesh_for(mode)
+    ranks, rng = team_size(mesh), np.random.default_rng(2)
+    columns = (HIDDEN, HIDDEN) if gated else (HIDDEN, 136, 136)
+    shapes = (BATCH, ranks * ROWS, WIDTH), *((WIDTH, ranks * n) for n in columns)
+    specs, y_spec = (SPECS[0], *(SPECS[1],) * len(columns)), P(None, None, AXIS)
+    args = [
+        jax.device_put((rng.standard_normal(shape) / 16).astype(jnp.bfloat16), NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+
+    def of(strategy):
+        options = {"axis_name": AXIS, "out_sharding": y_spec} if mode == "manual" else {}
+        options |= {"gated": True, "activation": "silu"} if gated else {}
+
+        def f(x, *ws):
+            made = entwine_jax.collective_matmul(x, ws, strategy=strategy, **options)
+            return (made,) if gated else made
+
+        outs = (y_spec,) if gated else (y_spec,) * len(columns)
+        return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=outs) if mode == "manual" else f
+
+    def both(strategy):
+        def loss(*args):
+            return sum(jnp.mean(jnp.square(y.astype(jnp.float32))) for y in of(strategy)(*args))
+
+        return jax.jit(of(strategy)), jax.jit(jax.grad(loss, tuple(range(len(args)))))
+
+    results = {}
+    for strategy in ("fused", "xla"):
+        forward, backward = both(strategy)
+        results[strategy] = jax.tree.leaves((forward(*args), backward(*args)))
+        if strategy == "fused":
+            for run, wanted in ((forward, {ALL_GATHER: 1}), (backward, {ALL_GATHER: 1, REDUCE_SCATTER: 1})):
+                text = run.lower(*args).compile().as_text()
+                found = {op: text.count(f'custom_call_target="entwine_{op}"') for op in (ALL_GATHER, REDUCE_SCATTER)}
+                assert {op: count for op, count in found.items() if count} == wanted
+                assert not [name for name in COLLECTIVES if f"{name}(" in text or f"{name}-start(" in text]
+    for got, wanted in zip(*results.values(), strict=True):
+        got, wanted = whole(got).astype(np.float64), whole(wanted).astype(np.float64)
+        assert np.linalg.norm(got - wanted) <= 2e-2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "manual"])
 def test_all_reduce(mode):
     """Rows that nobody shares: our kernel forward, and backward nothing that moves along the team's axis."""
     mesh = mesh_for(mode)
