@@ -6,12 +6,12 @@ python -m benchmarks.report FILE.json --check README.md ...       fails if that 
 python -m benchmarks.report FILE.json --plots docs                writes PNG plots (needs matplotlib: the extra `bench`)
 
 What lies beside FILE.json is reported too: FILE_peers.json (a run with peers), FILE_epilogues.json and
-FILE_strategies.json (of these suites),
-FILE_mlp.json, FILE_gemm.json, FILE_timeline.json and FILE_transformer.json (of examples/transformer.py).
+FILE_strategies.json (of these suites), FILE_mlp.json, FILE_several.json, FILE_gemm.json, FILE_timeline.json and
+FILE_transformer.json (of examples/transformer.py).
 
 A file has one or more of the blocks, each between <!-- NAME:begin --> and <!-- NAME:end -->: `benchmark` (the ten
 shapes), `benchmark-suites` (the other suites, and strategy "auto"), `benchmark-losing`, `epilogues` and `strategies`
-(these suites), and `peers`, `mlp`, `gemm` and `transformer` for the other files.
+(these suites), and `peers`, `mlp`, `several`, `gemm` and `transformer` for the other files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import mlp_fwd_bwd, plots, timeline
+from benchmarks import mlp_fwd_bwd, plots, several_weights, timeline
 from benchmarks.rounds import geometric_mean
 from benchmarks.rows import (
     SUITE_TITLES,
@@ -239,6 +239,11 @@ def mlp(results: dict[str, Any]) -> str:
     return f"{mlp_fwd_bwd.table(results['rows'])}\n"
 
 
+def several(results: dict[str, Any]) -> str:
+    """The block `several`, from the JSON of benchmarks/several_weights.py."""
+    return f"{several_weights.table(results['rows'])}\n"
+
+
 def gemm(results: dict[str, Any]) -> str:
     """The block `gemm`, from the JSON of benchmarks/gemm.cu."""
     lines = [
@@ -311,6 +316,7 @@ BESIDE = {
     "epilogues": epilogues,
     "strategies": side_by_side,
     "mlp": mlp,
+    "several": several,
     "gemm": gemm,
     "transformer": transformer,
 }

@@ -5,7 +5,7 @@
 #                                                        by default all up to bench
 #
 # teams runs the kernels without JAX in teams of 2 to 8 ranks that share the GPUs.
-# mlp times a SwiGLU MLP, forward and backward, against XLA and without its collectives.
+# mlp times a SwiGLU MLP, forward and backward, against XLA and without its collectives, and products of one x at once.
 # bench times entwine_jax, XLA, the GEMM alone and the link alone; peers does that and then times XLA's windowed einsum, JAX's
 # Pallas kernel and torch too, those that are installed, and draws the plots if matplotlib is.
 # timeline traces the tiles of a call under three orders, and by each strategy. gemm times the matmul alone against cuBLAS.
@@ -236,6 +236,8 @@ if wants mlp; then
   echo "== mlp"
   run mlp 240 "$python" -m benchmarks.mlp_fwd_bwd --out "$out/mlp.json"
   grep -v -E '^(W|I|E)[0-9]{4} ' "$out/mlp.log" | tail -n 12 | cut -c1-300
+  run several 120 "$python" -m benchmarks.several_weights --out "$out/several.json"
+  grep '^|' "$out/several.log"
 fi
 
 if wants timeline; then

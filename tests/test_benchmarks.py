@@ -22,6 +22,7 @@ from benchmarks import (
     mlp_fwd_bwd,
     plots,
     report,
+    several_weights,
     shapes,
     strategy_picture,
     timeline,
@@ -323,6 +324,17 @@ def test_mlp_fwd_bwd(tmp_path, capsys):
         assert all(0 < error < mlp_fwd_bwd.TOLERANCE for error in row["error"].values())
     printed = capsys.readouterr().out
     assert f"| {rows[1]['tokens']} | forward and backward | {rows[1]['ms']['ours']:.3f} |" in printed
+
+
+def test_several_weights(tmp_path, capsys):
+    out = tmp_path / "several.json"
+    several_weights.main(["--out", str(out), "--tiny", "--platform", "cpu"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["forward", "forward_backward"]
+    for row in rows:
+        assert row["ms"].keys() == {*several_weights.VARIANTS}
+        assert all(error < mlp_fwd_bwd.TOLERANCE for error in row["error"].values())
+    assert f"| q, k, v | 64, 32 | 16, 8, 8 | forward | {rows[0]['ms']['together']:.3f} |" in capsys.readouterr().out
 
 
 def test_mlp_fwd_bwd_checks_results():
