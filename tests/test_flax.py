@@ -108,6 +108,75 @@ def test_nnx_mlp(mode, name):
     assert_close(whole((y, nnx.to_pure_dict(dstate), dx)), reference(state, x, dy))
 
 
+class Heads(nnx.Module):
+    """Query, key and value, of few key and value heads."""
+
+    def __init__(self, rngs, **options):
+        options = {"axis_name": "t", "strategy": "fused", "rngs": rngs} | options
+        self.q = ours.ColumnParallelLinear(D, HIDDEN, bias_init=nnx.initializers.normal(), **options)
+        self.k = ours.ColumnParallelLinear(D, 8, use_bias=False, **options)
+        self.v = ours.ColumnParallelLinear(D, 8, **options)
+
+    @property
+    def layers(self):
+        return self.q, self.k, self.v
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "manual", "partial"])
+def test_nnx_layers_at_once(mode):
+    """The same as one by one, gradients included, in one call where that is known."""
+    x, _ = inputs()
+    with mesh_set(mode) as (mesh, rows):
+        graphdef, state = nnx.split(Heads(nnx.Rngs(0)))
+        specs, columns = nnx.get_partition_spec(state), P("d", None, "t")
+
+        def both(call):
+            def apply(state, x):
+                return call(nnx.merge(graphdef, state).layers, x)
+
+            if mode == "manual":
+                apply = jax.shard_map(apply, in_specs=(specs, rows), out_specs=(columns,) * 3)
+            elif mode == "partial":
+                apply = jax.shard_map(apply, in_specs=(P(), P("d")), out_specs=P("d"), axis_names={"d"})
+
+            def loss(state, x):
+                return sum(jnp.sum(jnp.sin(y)) for y in apply(state, x))
+
+            return jax.jit(apply), jax.jit(jax.grad(loss, (0, 1)))
+
+        args = state, put(x, mesh, rows)
+        at_once, one_by_one = both(ours.at_once), both(lambda layers, x: tuple(layer(x) for layer in layers))
+        for got, wanted in zip(at_once, one_by_one, strict=True):
+            assert_close(got(*args), wanted(*args))
+        calls = {"entwine_all_gather_matmul": 3 if mode == "partial" else 1}
+        assert collectives(at_once[0].lower(*args).compile().as_text()) == calls
+
+
+def test_gated_nnx_layers_at_once():
+    x, _ = inputs()
+    with mesh_set("explicit") as (mesh, rows):
+        options = {"axis_name": "t", "rngs": nnx.Rngs(0), "bias_init": nnx.initializers.normal()}
+        gate, up = (ours.ColumnParallelLinear(D, HIDDEN, **options) for _ in range(2))
+        x = put(x, mesh, rows)
+        h = nnx.jit(lambda gate, up, x: ours.at_once((gate, up), x, gated=True, activation="silu"))(gate, up, x)
+        assert_close(h, jax.nn.silu(gate(x)) * up(x))
+
+
+def test_what_cannot_be_at_once():
+    with mesh_set("auto"):
+        heads, other = Heads(nnx.Rngs(0)), Heads(nnx.Rngs(0), residuals="save")
+        x, row = jnp.zeros((4, D)), jnp.zeros((D,))
+        plain = nnx.Linear(D, 8, rngs=nnx.Rngs(0))
+        for error, words, layers, given in (
+            (TypeError, "two or more", (heads.q,), x),
+            (TypeError, r"layers\[1\] is Linear", (heads.q, plain), x),
+            (ValueError, r"layers\[1\] has dot_general", (heads.q, other.k), x),
+            (ValueError, "need rows to gather", heads.layers, row),
+        ):
+            with pytest.raises(error, match=words):
+                ours.at_once(layers, given)
+
+
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_nnx_parameters(mode):
     """Sharded from the start, with Flax's own metadata; eagerly, under jit and as shapes alike."""

@@ -25,6 +25,7 @@ PYTHON = [
     {"_command._function"},
     {"_command._usage"},
     {"flax"},
+    {"flax._at_once"},
     {"flax._nnx", "flax._linen"},
     {"flax._dot_general"},
     {"flax._parameters"},

@@ -15,7 +15,10 @@ nnx    ``nnx.Linear``     `ColumnParallelLinear`  `RowParallelLinear`
 linen  ``linen.Dense``    `ColumnParallelDense`   `RowParallelDense`
 =====  =================  ======================  ===================
 
-So a model may use both APIs without a clash, and neither layer is the other's in disguise.
+Several column-parallel nnx layers of the same inputs, query, key and value or gate and up, gather them once where
+`at_once` calls them.
+
+A model may use both APIs without a clash, and neither layer is the other's in disguise.
 """
 
 try:
@@ -23,6 +26,7 @@ try:
 except ImportError as error:
     raise ImportError("entwine_jax.flax needs Flax: pip install 'entwine-jax[flax]'") from error
 
+from ._at_once import at_once
 from ._dot_general import DotGeneral
 from ._dot_general import Out as Out
 from ._linen import ColumnParallelDense, RowParallelDense
@@ -34,4 +38,5 @@ __all__ = [
     "DotGeneral",
     "RowParallelDense",
     "RowParallelLinear",
+    "at_once",
 ]
