@@ -39,7 +39,7 @@ help: ## show this
 demo: build ## train a tensor-parallel MLP, on the GPUs where there are any, else on 8 virtual CPU devices
 	$(BIN)/python examples/mlp.py
 
-test: lint test-cc test-py ## all checks: lint, C++ tests plain and under sanitizers, Python tests
+test: lint test-cc test-py ## all checks: lint, C++ tests under sanitizers, Python tests
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Environment and build. Stamps in build/ and .venv/ make both free when nothing changed.
@@ -78,7 +78,8 @@ format: $(VENV_STAMP) ## rewrite all sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-test-cc: test-cc-plain test-cc-thread test-cc-address ## C++ tests, plain and under ThreadSanitizer, AddressSanitizer and UBSan
+# Python's tests run the same code optimised; `make test-cc-plain` does so without them.
+test-cc: test-cc-thread test-cc-address ## C++ tests under ThreadSanitizer (where there are threads), and AddressSanitizer with UBSan
 
 test-cc-%: $(VENV_STAMP)
 	@echo "C++ tests: $*"

@@ -133,6 +133,7 @@ bool Team::make(schedule::ArenaLayout const& layout, Patience const& patience, s
     return false;
   }
 
+  // All are here now; on the host NCCL waits for them once more, in its own way, which ends if one of them dies.
   NcclWindow window = nullptr;
   nccl = nccl_->window_register(communicator_, memory, bytes, &window, 0);
   Arena arena{layout, {}};
