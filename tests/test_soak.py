@@ -27,7 +27,7 @@ def soak(tmp_path, *arguments, limit):
 
 
 def test_soak(tmp_path):
-    done, found = soak(tmp_path, "--seconds", 12, "--rounds", 4, limit=200)
+    done, found = soak(tmp_path, "--launches", 500, "--rounds", 2, limit=200)
     assert done.returncode == 0, f"{found['failures']}\n{done.stderr[-3000:]}"
     assert found["launches"] >= 100 and found["programs"] >= 8, found
     assert found["wrong"] == found["hung"] == found["error"] == found["crashed"] == 0
