@@ -21,7 +21,6 @@ from . import (
     _placed,
     _products,
     _reference,
-    _selection,
     _spread,
 )
 from ._config import Config
@@ -365,29 +364,24 @@ def _explicit(
     out_sharding: Any,
     spec: Any,
 ) -> jax.Array:
-    axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    given = {"x": jax.typeof(x).sharding.spec, "w": jax.typeof(w).sharding.spec}
-    dims = {name: _selection.of_dims(s, v.ndim, sizes) for (name, s), v in zip(given.items(), (x, w), strict=True)}
-    matrix = dims["w"][::-1] if call.product == "x" else dims["w"]
-    if dims["x"][-1] != matrix[0] and dims["x"][-1] and matrix[0]:
+    place = _placed.of_types(call, mesh, x, w, spec)
+    (_, x_spec), (_, w_spec), (_, spec) = place.specs
+    x_dims, w_dims = place.dims(x, w)
+    contracted = w_dims[1 if call.product == "x" else 0]
+    if x_dims[-1] != contracted and x_dims[-1] and contracted:
         raise ValueError(
-            f"entwine_jax.{OP}: x {given['x']} and w {given['w']} disagree on how their contraction is sharded; "
+            f"entwine_jax.{OP}: x {x_spec} and w {w_spec} disagree on how their contraction is sharded; "
             "move one with jax.sharding.reshard"
         )
-    if all(dims["w"]):
+    if all(w_dims):
         # jnp.matmul refuses most of these, and with out_sharding= returns a wrong dw for others (JAX 0.11.2, 0.12.0).
         raise ValueError(
-            f"entwine_jax.{OP}: w {given['w']} is sharded on both dimensions: move it to the tensor axis alone with "
+            f"entwine_jax.{OP}: w {w_spec} is sharded on both dimensions: move it to the tensor axis alone with "
             "jax.sharding.reshard"
         )
-    if spec is None:
-        spec = PartitionSpec(*(axes or None for axes in _selection.default_result(dims["x"], matrix)))
     x, w, bias = _lowering.vary_bias(OP, x, w, bias, ())
     if bias is not None:  # so that its gradient, a sum over rows of y's, lies where it does
         bias = jax.sharding.reshard(bias, NamedSharding(mesh, PartitionSpec(spec[-1])))
-    names = (*OPERANDS[call.product], call.product)
-    place = Place(mesh, axes, tuple(zip(names, (*given.values(), spec), strict=True)), explicit=True)
     found = _placed.layout(call, place, x, w)
     if found.op != "dot":
         y: jax.Array = _placed_product(call, place, x, w, bias, scale)

@@ -12,9 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import _checks, _on_ranks, _placed, _products_several, _reference, _selection
-from ._placed import Place
-from ._selection import OPERANDS
+from . import _checks, _on_ranks, _placed, _products_several, _reference
 from ._spread import Call
 
 
@@ -133,26 +131,17 @@ def _automatic(calls: tuple[Call, ...], out_sharding: Any, gated: bool, x: Any, 
 
 def _of_explicit_axes(call: Call, mesh: Any, x: Any, ws: Sequence[Any], spec: PartitionSpec | None) -> Spread | None:
     """By the types of all; None if they don't all select the same all-gather."""
-    axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    x_spec, names = jax.typeof(x).sharding.spec, (*OPERANDS[call.product], call.product)
-    layouts = []
-    for w in ws:
-        w_spec = jax.typeof(w).sharding.spec
-        dims = [_selection.of_dims(s, v.ndim, sizes) for s, v in ((x_spec, x), (w_spec, w))]
-        if all(dims[1]):
-            return None
-        matrix = dims[1][::-1] if call.product == "x" else dims[1]
-        y = PartitionSpec(*(a or None for a in _selection.default_result(dims[0], matrix))) if spec is None else spec
-        place = Place(mesh, axes, tuple(zip(names, (x_spec, w_spec, y), strict=True)), explicit=True)
-        layouts.append((_placed.layout(call, place, x, w), y))
-    first = layouts[0][0]
-    for made, _ in layouts:
+    places = [_placed.of_types(call, mesh, x, w, spec) for w in ws]
+    if any(all(place.dims(x, w)[1]) for place, w in zip(places, ws, strict=True)):
+        return None
+    layouts = [_placed.layout(call, place, x, w) for place, w in zip(places, ws, strict=True)]
+    first = layouts[0]
+    for made in layouts:
         if (made.op, made.team, made.operands[0]) != ("all_gather_matmul", first.team, first.operands[0]):
             return None
     of = _placed.partition_spec
-    ws_specs, ys = tuple(of(made.operands[1]) for made, _ in layouts), tuple(y for _, y in layouts)
-    return Spread(mesh, axes, first.team, of(first.operands[0]), ws_specs, ys)
+    ws_specs, ys = tuple(of(made.operands[1]) for made in layouts), tuple(place.specs[-1][1] for place in places)
+    return Spread(mesh, places[0].axes, first.team, of(first.operands[0]), ws_specs, ys)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -50,9 +50,7 @@ def _partitioned_saving(leading: int, biased: bool) -> Any:
 
 def _partition_saving(call: Call, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
     layout = _partitioning.layout_of(call, mesh, args[:2], results[0])
-    work = _spread.one_rank_saving(
-        call, layout, _spread.team_of(layout, dict(mesh.shape), mesh.devices.flat[0].platform)
-    )
+    work = _spread.one_rank_saving(call, layout, _spread.team_of(layout, mesh))
 
     def lower(x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         return work(x, w, *bias)
@@ -103,7 +101,7 @@ def _partitioned_gradients(leading: int, saved: int) -> Any:
 def partition_gradients(to_x: Call, to_w: Call, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
     of_x = _partitioning.layout_of(to_x, mesh, args[:2], results[0])
     of_w = _partitioning.layout_of(to_w, mesh, args[2:4], results[1])
-    team = _spread.team_of(of_x, dict(mesh.shape), mesh.devices.flat[0].platform)
+    team = _spread.team_of(of_x, mesh)
     saved = _partitioning.lies_there(args[4:], of_w, mesh)
     together = _spread.gradients_of_rank(to_x, to_w, of_x, of_w, team, saved)
     if together is None:

@@ -58,9 +58,7 @@ def _partitioned(product: str, leading: int, biased: bool) -> Any:
 
 def _partition(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:
     layout = _partitioning.layout_of(call, mesh, args[:2], result)
-    work = _spread.one_rank_scaled(
-        call, layout, _spread.team_of(layout, dict(mesh.shape), mesh.devices.flat[0].platform)
-    )
+    work = _spread.one_rank_scaled(call, layout, _spread.team_of(layout, mesh))
 
     def with_bias(a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         return work(a, b, scale, bias)

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh
 
 from . import _partitioned_pairs, _partitioning, _shards, _spread
 from ._spread import Call
@@ -27,19 +26,19 @@ def products(calls: Sequence[Call], x: jax.Array, ws: Sequence[jax.Array], biase
 
 @functools.cache
 def _partitioned(leading: int, biased: tuple[bool, ...]) -> Any:
-    count, batch = len(biased), _partitioning.batch_factors(leading)
+    count = len(biased)
     operands = 2 * count + sum(biased)
 
     def all_of(*given: Any) -> tuple[jax.Array, ...]:
         arrays, calls = given[:operands], given[operands:]
-        biases = _biases(biased, arrays[2 * count :])
+        biases = in_places(biased, arrays[2 * count :])
         pairs = zip(calls, arrays[: 2 * count : 2], arrays[1 : 2 * count : 2], biases, strict=True)
         return tuple(_spread.whole(call, x, w, bias) for call, x, w, bias in pairs)
 
-    x, columns = " ".join([*batch, "s", "k"]), [f"n{i}" for i in range(count)]
-    inputs = [factors for n in columns for factors in (x, f"k {n}")]
-    inputs += [n for n, has in zip(columns, biased, strict=True) if has]
-    results = [" ".join([*batch, "s", n]) for n in columns]
+    factors = [_partitioning.factors_of(leading, f"n{i}") for i in range(count)]
+    inputs = [each[name] for each in factors for name in "xw"]
+    inputs += [f"n{i}" for i, has in enumerate(biased) if has]
+    results = [each["y"] for each in factors]
     made: Any = custom_partitioning(all_of, static_argnums=tuple(range(operands, operands + count)))
     made.def_partition(
         functools.partial(_partition, biased),
@@ -50,7 +49,8 @@ def _partitioned(leading: int, biased: tuple[bool, ...]) -> Any:
     return made
 
 
-def _biases(biased: Sequence[bool], given: Sequence[Any]) -> list[Any]:
+def in_places(biased: Sequence[bool], given: Sequence[Any]) -> list[Any]:
+    """Biases, with None for those that there aren't."""
     rest = iter(given)
     return [next(rest) if has else None for has in biased]
 
@@ -61,7 +61,7 @@ def _partition(biased: tuple[bool, ...], *given: Any) -> Any:
     pairs = [args[2 * i : 2 * i + 2] for i in range(count)]
     layouts = [_partitioning.layout_of(c, mesh, p, y) for c, p, y in zip(calls, pairs, results, strict=True)]
     first = layouts[0]
-    team = _team(first, mesh)
+    team = _spread.team_of(first, mesh)
     made = tuple(of(mesh, layout.result) for layout in layouts)
     wanted = [of(mesh, spec) for layout in layouts for spec in layout.operands]
     wanted += [of(mesh, layout.result[-1:]) for layout, has in zip(layouts, biased, strict=True) if has]
@@ -70,30 +70,28 @@ def _partition(biased: tuple[bool, ...], *given: Any) -> Any:
         assert team is not None
 
         def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            call, biases = calls[0], _biases(biased, arrays[2 * count :])
+            call, biases = calls[0], in_places(biased, arrays[2 * count :])
             activations = [c.activation for c in calls]
             settings = call.dtype, call.precision, call.settings
             return _shards.several(team, arrays[0], arrays[1 : 2 * count : 2], *settings, biases, activations)
 
         _partitioning.tell(calls[0], first, mesh, together, args, wanted, shards[0])
         return mesh, together, made, (*wanted,)
-    works = [_spread.one_rank(c, layout, _team(layout, mesh)) for c, layout in zip(calls, layouts, strict=True)]
+    works = [
+        _spread.one_rank(c, layout, _spread.team_of(layout, mesh)) for c, layout in zip(calls, layouts, strict=True)
+    ]
     for i, work in enumerate(works):
         two = slice(2 * i, 2 * i + 2)
         _partitioning.tell(calls[i], layouts[i], mesh, work, args[two], wanted[two], shards[i])
 
     def apart(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        biases = _biases(biased, arrays[2 * count :])
+        biases = in_places(biased, arrays[2 * count :])
         return tuple(
             work(*arrays[2 * i : 2 * i + 2], *([] if biases[i] is None else [biases[i]]))
             for i, work in enumerate(works)
         )
 
     return mesh, apart, made, (*wanted,)
-
-
-def _team(layout: Any, mesh: Mesh) -> Any:
-    return _spread.team_of(layout, dict(mesh.shape), mesh.devices.flat[0].platform)
 
 
 def gradients(
@@ -108,17 +106,13 @@ def gradients(
 
 @functools.cache
 def _partitioned_gradients(leading: int, count: int) -> Any:
-    batch = _partitioning.batch_factors(leading)
-
     def all_of(*given: Any) -> tuple[jax.Array, ...]:
         arrays, calls = given[: 4 * count], given[4 * count :]
         return tuple(_spread.whole(call, *arrays[2 * i : 2 * i + 2]) for i, call in enumerate(calls))
 
-    inputs, results, x = [], [], " ".join([*batch, "s", "k"])
-    for i in range(count):
-        y, w = " ".join([*batch, "s", f"n{i}"]), f"k n{i}"
-        inputs += [y, w, x, y]
-        results += [x, w]
+    factors = [_partitioning.factors_of(leading, f"n{i}") for i in range(count)]
+    inputs = [each[name] for each in factors for name in "ywxy"]
+    results = [each[name] for each in factors for name in "xw"]
     made: Any = custom_partitioning(all_of, static_argnums=tuple(range(4 * count, 6 * count)))
     made.def_partition(
         _partition_gradients,
@@ -132,7 +126,7 @@ def _partition_gradients(*given: Any) -> Any:
     *calls, mesh, args, results = given
     of = _partitioning.sharding_of
     layouts = [_partitioning.layout_of(call, mesh, args[2 * i : 2 * i + 2], results[i]) for i, call in enumerate(calls)]
-    first, team = layouts[0], _team(layouts[0], mesh)
+    first, team = layouts[0], _spread.team_of(layouts[0], mesh)
     shared = [
         (of_x.op, of_x.team, of_x.result) == ("matmul_reduce_scatter", first.team, first.result)
         and of_w.operands == (_spread.gathered(first.result, first.team), of_x.operands[0])

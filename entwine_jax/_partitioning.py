@@ -130,10 +130,10 @@ def lies_there(rows: Sequence[Any], of_w: Layout, mesh: Mesh) -> bool:
     return any(_selection.of_dims(v.sharding.spec, len(v.shape), dict(mesh.shape)) == of_w.operands[0] for v in rows)
 
 
-def factors_of(leading: int) -> dict[str, str]:
+def factors_of(leading: int, columns: str = "n") -> dict[str, str]:
     """Of the dimensions of x, w and y."""
     batch = batch_factors(leading)
-    return {"x": " ".join([*batch, "s", "k"]), "w": "k n", "y": " ".join([*batch, "s", "n"])}
+    return {"x": " ".join([*batch, "s", "k"]), "w": f"k {columns}", "y": " ".join([*batch, "s", columns])}
 
 
 def saved_factors(leading: int) -> list[str]:
@@ -193,7 +193,7 @@ def _partitioned_with_bias(product: str, leading: int) -> Any:
 
 def _partition_with_bias(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:
     layout = layout_of(call, mesh, args[:2], result)
-    work = _spread.one_rank(call, layout, _spread.team_of(layout, dict(mesh.shape), mesh.devices.flat[0].platform))
+    work = _spread.one_rank(call, layout, _spread.team_of(layout, mesh))
 
     def lower(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
         return work(a, b, bias)
@@ -207,7 +207,7 @@ def _partition_with_bias(call: Call, mesh: Mesh, args: Sequence[Any], result: An
 def _partition(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:
     """Called by XLA's partitioner: the mesh, a rank's work, and the shardings that it wants of result and operands."""
     layout = layout_of(call, mesh, args[:2], result)
-    work = _spread.one_rank(call, layout, _spread.team_of(layout, dict(mesh.shape), mesh.devices.flat[0].platform))
+    work = _spread.one_rank(call, layout, _spread.team_of(layout, mesh))
 
     saved = lies_there(args[4:], layout, mesh)
 

@@ -29,6 +29,22 @@ class Place:
         sizes = dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
         return {name: sizes[name] for name in self.axes}
 
+    def dims(self, *arrays: Any) -> list[_selection.Spec]:
+        """The axes of each dimension of its first arrays."""
+        specs = zip(self.specs, arrays, strict=False)
+        return [_selection.of_dims(spec, v.ndim, self.sizes) for (_, spec), v in specs]
+
+
+def of_types(call: Call, mesh: Any, x: Any, w: Any, spec: PartitionSpec | None) -> Place:
+    """Of a product on explicit axes; `spec` is y's, if it has been asked for."""
+    names = OPERANDS[call.product]
+    axes = tuple(name for name in mesh.axis_names if name in mesh.explicit_axes)
+    place = Place(mesh, axes, tuple((n, jax.typeof(v).sharding.spec) for n, v in zip(names, (x, w), strict=True)), True)
+    if spec is None:
+        dims, matrix = place.dims(x, w)
+        spec = partition_spec(_selection.default_result(dims, matrix if call.product == "y" else matrix[::-1]))
+    return dataclasses.replace(place, specs=(*place.specs, (call.product, spec)))
+
 
 def layout(call: Call, place: Place, a: Any, b: Any) -> Layout:
     specs, sizes = dict(place.specs), place.sizes

@@ -171,7 +171,7 @@ def _forward_both(
     return gradients(call, place, dy, w, x, rows), (dy, w, x)
 
 
-def _backward_both(call: Call, place: Place | None, kept: Any, cotangents: Any) -> Any:
+def backward_both(call: Call, place: Place | None, kept: Any, cotangents: Any) -> Any:
     """Of dx = dy @ w.T and dw = x.T @ dy, by x and not by its rows."""
     (dy, w, x), (d_dx, d_dw) = kept, cotangents
 
@@ -183,4 +183,4 @@ def _backward_both(call: Call, place: Place | None, kept: Any, cotangents: Any) 
     return d_dy, made("w", w, d_dx, dy), made("x", x, dy, d_dw), None
 
 
-gradients.defvjp(_forward_both, _backward_both)
+gradients.defvjp(_forward_both, backward_both)

@@ -38,8 +38,7 @@ def _primal(calls: Calls, x: jax.Array, ws: Arrays, biases: tuple[jax.Array | No
 
 def _split(has: Sequence[bool], rest: Sequence[jax.Array]) -> tuple[Arrays, list[jax.Array | None]]:
     """Weights, and biases in their places."""
-    ws, biases = rest[: len(has)], iter(rest[len(has) :])
-    return (*ws,), [next(biases) if each else None for each in has]
+    return (*rest[: len(has)],), _partitioned_several.in_places(has, rest[len(has) :])
 
 
 products: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
@@ -129,9 +128,10 @@ def _backward_all(calls: Calls, kept: Any, cotangents: Any) -> Any:
     (dys, ws, x), (d_dx, d_dws) = kept, cotangents
     d_dys, d_ws, d_x = [], [], []
     for call, dy, w, d_dw in zip(calls, dys, ws, d_dws, strict=True):
-        d_dys.append(_made(call, "y", dy, d_dx, w) + _made(call, "y", dy, x, d_dw))
-        d_ws.append(_made(call, "w", w, d_dx, dy))
-        d_x.append(_made(call, "x", x, dy, d_dw))
+        d_dy, d_w, by_dw, _ = _products.backward_both(call, None, (dy, w, x), (d_dx, d_dw))
+        d_dys.append(d_dy)
+        d_ws.append(d_w)
+        d_x.append(by_dw)
     return (*d_dys,), (*d_ws,), functools.reduce(jnp.add, d_x)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from . import _reference, _shards, _team
 from ._config import OURS, Settings
@@ -154,6 +155,7 @@ def check(call: Call, layout: Layout) -> None:
         )
 
 
-def team_of(layout: Layout, sizes: dict[str, int], platform: str) -> Team | None:
+def team_of(layout: Layout, mesh: Mesh) -> Team | None:
     """The layout's team on a mesh that is manual as a whole."""
-    return _team.along(layout.team, sizes, tuple(sizes), platform) if layout.team else None
+    sizes = dict(mesh.shape)
+    return _team.along(layout.team, sizes, tuple(sizes), mesh.devices.flat[0].platform) if layout.team else None
