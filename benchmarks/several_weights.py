@@ -3,12 +3,13 @@ a table.
 
     python -m benchmarks.several_weights --out FILE.json [--rounds 14]
 
-All devices of this process are one team; x's rows and each w's columns are sharded over it, and a program computes all
-products, or also all gradients of a sum of their squares:
+All devices of this process are one team; x's rows and the columns of each w and y are sharded over it, and a program
+computes all products, or also all gradients of a sum of their squares, which lie as what they are gradients of:
 
 * `together`: `collective_matmul` of all weights
 * `apart`: `collective_matmul` of each
-* `xla`: x @ w of each, partitioned by XLA, which gathers x once
+* `auto`: the same under strategy "auto", which knows of the others
+* `xla`: x @ w of each, partitioned by XLA, which gathers x once for all
 
 Variants take turns in rounds of balanced random orders, and ratios are taken within a round (rounds.py).
 """
@@ -28,14 +29,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
 from benchmarks import chains, collective_matmul, mlp_fwd_bwd, rounds
 from benchmarks.chains import AXIS
 
-VARIANTS = ("together", "apart", "xla")
+VARIANTS = ("together", "apart", "auto", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +58,26 @@ TINY = (Case("q, k, v", 64, 32, (16, 8, 8)),)
 def products(variant: str, x: jax.Array, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     if variant == "together":
         return entwine_jax.collective_matmul(x, ws, strategy="fused")
-    if variant == "apart":
-        return tuple(entwine_jax.collective_matmul(x, w, strategy="fused") for w in ws)
+    if variant != "xla":
+        strategy = "fused" if variant == "apart" else "auto"
+        return tuple(entwine_jax.collective_matmul(x, w, strategy=strategy) for w in ws)
     return tuple(x @ w for w in ws)
 
 
-def programs(variant: str, count: int) -> dict[str, jax.stages.Wrapped]:
+def programs(variant: str, mesh: Mesh, count: int) -> dict[str, jax.stages.Wrapped]:
     """Of x and so many weights."""
+    rows, columns = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS)))
+
+    def spread(x: jax.Array, *ws: jax.Array) -> list[jax.Array]:
+        return [jax.lax.with_sharding_constraint(y, columns) for y in products(variant, x, ws)]
 
     def loss(x: jax.Array, *ws: jax.Array) -> jax.Array:
-        return sum((jnp.sum(y.astype(jnp.float32) ** 2) for y in products(variant, x, ws)), jnp.float32(0))
+        return sum((jnp.sum(y.astype(jnp.float32) ** 2) for y in spread(x, *ws)), jnp.float32(0))
 
+    gradients = jax.grad(loss, tuple(range(1 + count)))
     return {
-        "forward": jax.jit(lambda x, *ws: products(variant, x, ws)),
-        "forward_backward": jax.jit(jax.grad(loss, tuple(range(1 + count)))),
+        "forward": jax.jit(spread),
+        "forward_backward": jax.jit(gradients, out_shardings=(rows, *[columns] * count)),
     }
 
 
@@ -78,7 +85,7 @@ def measure(case: Case, mesh: Mesh, count: int, sample_seconds: float) -> list[d
     draw = functools.partial(chains.random_arrays, mesh, count=1)
     (x,) = draw(P(AXIS, None), (case.m, case.k), 1.0, seed=0)
     ws = [draw(P(None, AXIS), (case.k, mesh.size * n), case.k**-0.5, seed=1 + i)[0] for i, n in enumerate(case.columns)]
-    made, rows = {variant: programs(variant, len(ws)) for variant in VARIANTS}, []
+    made, rows = {variant: programs(variant, mesh, len(ws)) for variant in VARIANTS}, []
     for kind in mlp_fwd_bwd.KINDS:
         runs = {variant: made[variant][kind].lower(x, *ws).compile() for variant in VARIANTS}
         results = {variant: run(x, *ws) for variant, run in runs.items()}
@@ -107,17 +114,14 @@ def measure(case: Case, mesh: Mesh, count: int, sample_seconds: float) -> list[d
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    ratios = "one by one / at once | XLA / at once"
-    lines = [
-        f"| products | m, k | columns of one rank | pass | at once | one by one | XLA | {ratios} |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    names = "at once | one by one | the same, auto | XLA | one by one / at once | auto / at once | XLA / at once"
+    lines = [f"| products | m, k | columns of one rank | pass | {names} |", f"|{' --- |' * 4}{' ---: |' * 7}"]
     for row in rows:
         ms, over = row["ms"], row["over_together"]
         lines.append(
             f"| {row['name']} | {row['m']}, {row['k']} | {', '.join(map(str, row['columns']))} | "
-            f"{row['kind'].replace('_', ' and ')} | {ms['together']:.3f} | {ms['apart']:.3f} | {ms['xla']:.3f} | "
-            f"{over['apart']:.2f} | **{over['xla']:.2f}** |"
+            f"{row['kind'].replace('_', ' and ')} | {' | '.join(f'{ms[name]:.3f}' for name in VARIANTS)} | "
+            f"{over['apart']:.2f} | {over['auto']:.2f} | **{over['xla']:.2f}** |"
         )
     return "\n".join(lines)
 

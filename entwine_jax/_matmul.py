@@ -1,5 +1,6 @@
 """collective_matmul: jnp.matmul on global arrays, whose shardings pick the collective matmul that runs."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -21,6 +22,7 @@ from . import (
     _placed,
     _products,
     _reference,
+    _shared,
     _spread,
 )
 from ._config import Config
@@ -226,7 +228,7 @@ def _product_of(
 ) -> Product:
     """What the user has asked for, checked; `named` is what messages call the bias."""
     transpose_w, types = options["transpose_w"], (options["preferred_element_type"], options["precision"])
-    x, w = _checks.arrays(OP, x, w)
+    given, (x, w) = x, _checks.arrays(OP, x, w)
     settings = _config.resolve(OP, options["strategy"], options["config"])
     _checks.shapes(OP, x.shape, w.shape, 1, (), transpose_w)
     pair = _float8_checks.scales(OP, x, w, scales)
@@ -244,11 +246,11 @@ def _product_of(
     call = Call("x" if transpose_w else "y", dtype, types[1], settings, names, saves, made)
     _checks.activated(OP, activation, dtype)
     bias = _checks.bias(OP, bias, w.shape[0 if transpose_w else 1], dtype, named)
-    return Product(call, x, w, bias, pair, spec)
+    return Product(call, x, w, bias, pair, spec, given)
 
 
 def _one(product: Product, options: dict[str, Any]) -> jax.Array:
-    call, x, w, bias, pair, spec = product
+    call, x, w, bias, pair, spec, given = product
     names, out_sharding = call.axis_name, options["out_sharding"]
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
@@ -277,35 +279,26 @@ def _one(product: Product, options: dict[str, Any]) -> jax.Array:
             "or write x @ w for the product of the shards alone"
             + ("" if names is None else f" (axis_name={_checks.axis(names)} is none of them)")
         )
-    scale = None if pair is None else pair[0] * pair[1]
-    return _global(call, x, w, bias, scale, out_sharding, spec)
-
-
-def _global(
-    call: Call,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    scale: jax.Array | None,
-    out_sharding: OutSharding,
-    spec: PartitionSpec | None,
-) -> jax.Array:
-    """Operands are whole, along the axes that aren't manual at least; a scale is that of float8 x and w."""
-    mesh = mesh_of(x, w)
+    scale, mesh = None if pair is None else pair[0] * pair[1], mesh_of(x, w)
     out_sharding = settled(call, mesh, out_sharding, spec)
     if {*mesh.explicit_axes}:
         return _explicit(call, mesh, x, w, bias, scale, out_sharding, spec)
     if mesh.manual_axes:
         return _partial(call, mesh, x, w, bias, scale, spec)
-    y: jax.Array = _automatic(call, out_sharding, x, w, bias, scale)
-    return y
+    if (shared := _shared.of(given, product.columns)) is not None:  # of a trace, which no other has
+        return _of_trace(dataclasses.replace(call, shared=shared), out_sharding, x, w, bias, scale)
+    made: jax.Array = _automatic(call, out_sharding, x, w, bias, scale)
+    return made
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _automatic(
+def _of_trace(
     call: Call, out_sharding: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
+    """Under automatic sharding. A scale is that of float8 x and w."""
     return constrained(_product(call, None, x, w, bias, scale), out_sharding)
+
+
+_automatic = functools.partial(jax.jit, static_argnums=(0, 1), inline=True)(_of_trace)
 
 
 def _product(

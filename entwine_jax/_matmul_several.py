@@ -25,6 +25,7 @@ class Product(NamedTuple):
     bias: jax.Array | None
     scales: tuple[jax.Array, jax.Array] | None
     spec: PartitionSpec | None  # of y
+    given: Any  # x as the user has given it
 
     @property
     def columns(self) -> int:
@@ -59,7 +60,7 @@ class Spread:
 
 def together(each: Sequence[Product], gated: bool, options: dict[str, Any]) -> tuple[jax.Array, ...] | None:
     """All of them in one call; None if they aren't one."""
-    call, x, _, _, scales, spec = each[0]
+    call, x, _, _, scales, spec, _ = each[0]
     if any((one.call.dtype, one.x.dtype) != (call.dtype, x.dtype) for one in each):
         return None
     activations = tuple(one.call.activation for one in each)

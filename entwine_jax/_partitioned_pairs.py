@@ -9,6 +9,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
 from . import _partitioning, _spread
+from ._partitioning import Program
+from ._selection import Layout
 from ._spread import Call
 
 
@@ -49,20 +51,21 @@ def _partitioned_saving(leading: int, biased: bool) -> Any:
 
 
 def _partition_saving(call: Call, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    layout = _partitioning.layout_of(call, mesh, args[:2], results[0])
-    work = _spread.one_rank_saving(call, layout, _spread.team_of(layout, mesh))
+    def program(layout: Layout) -> Program:
+        work = _spread.one_rank_saving(call, layout, _spread.team_of(layout, mesh))
 
-    def lower(x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return work(x, w, *bias)
+        def lower(x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return work(x, w, *bias)
 
-    kept = layout.operands[0]
-    if layout.op == "all_gather_matmul":
-        kept = _spread.gathered(kept, layout.team)
-    specs = (*layout.operands, layout.result[-1:])[: len(args)]
-    wanted = tuple(_partitioning.sharding_of(mesh, spec) for spec in specs)
-    made = _partitioning.sharding_of(mesh, layout.result), _partitioning.sharding_of(mesh, kept)
-    _partitioning.tell(call, layout, mesh, lower, args, wanted, _partitioning.shard(results[0], made[0]))
-    return mesh, lower, made, wanted
+        kept = layout.operands[0]
+        if layout.op == "all_gather_matmul":
+            kept = _spread.gathered(kept, layout.team)
+        specs = (*layout.operands, layout.result[-1:])[: len(args)]
+        wanted = tuple(_partitioning.sharding_of(mesh, spec) for spec in specs)
+        made = tuple(_partitioning.sharding_of(mesh, spec) for spec in (layout.result, kept))
+        return mesh, lower, made, wanted
+
+    return _partitioning.settled(call, mesh, args, results[0], program, gathers=True)
 
 
 def gradients(
@@ -103,20 +106,27 @@ def partition_gradients(to_x: Call, to_w: Call, mesh: Mesh, args: Sequence[Any],
     of_w = _partitioning.layout_of(to_w, mesh, args[2:4], results[1])
     team = _spread.team_of(of_x, mesh)
     saved = _partitioning.lies_there(args[4:], of_w, mesh)
-    together = _spread.gradients_of_rank(to_x, to_w, of_x, of_w, team, saved)
-    if together is None:
-        work_x, work_w = _spread.one_rank(to_x, of_x, team), _spread.one_rank(to_w, of_w, None)
-        operands = (*of_x.operands, *of_w.operands)
-    else:
-        operands = (*of_x.operands, of_x.result, of_x.operands[0])
+    made = tuple(_partitioning.sharding_of(mesh, layout.result) for layout in (of_x, of_w))
 
-    def lower(dy: jax.Array, w: jax.Array, x: jax.Array, dy_too: jax.Array, *rows: jax.Array) -> Any:
-        x = rows[0] if saved else x
-        return (work_x(dy, w), work_w(x, dy_too)) if together is None else together(dy, w, x)
+    def program(of_x: Layout, together: _spread.Gradients | None) -> Program:
+        if together is None:
+            work_x, work_w = _spread.one_rank(to_x, of_x, team), _spread.one_rank(to_w, of_w, None)
+            operands = (*of_x.operands, *of_w.operands)
+        else:
+            operands = (*of_x.operands, of_x.result, of_x.operands[0])
 
-    wanted = [*(_partitioning.sharding_of(mesh, spec) for spec in operands), *(v.sharding for v in args[4:])]
-    if saved:
-        wanted[2] = args[2].sharding
-    made = _partitioning.sharding_of(mesh, of_x.result), _partitioning.sharding_of(mesh, of_w.result)
-    _partitioning.tell(to_x, of_x, mesh, lower, args, wanted, _partitioning.shard(results[0], made[0]))
-    return mesh, lower, made, (*wanted,)
+        def lower(dy: jax.Array, w: jax.Array, x: jax.Array, dy_too: jax.Array, *rows: jax.Array) -> Any:
+            x = rows[0] if saved else x
+            return (work_x(dy, w), work_w(x, dy_too)) if together is None else together(dy, w, x)
+
+        wanted = [*(_partitioning.sharding_of(mesh, spec) for spec in operands), *(v.sharding for v in args[4:])]
+        if saved:
+            wanted[2] = args[2].sharding
+        return mesh, lower, made, (*wanted,)
+
+    found = program(of_x, _spread.gradients_of_rank(to_x, to_w, of_x, of_w, team, saved))
+    _partitioning.tell(to_x, of_x, mesh, found[1], args, found[3], _partitioning.shard(results[0], made[0]))
+    if _partitioning.by_xla(to_x, of_x, mesh, args, gathers=not saved):
+        # Rows that either gradient wants are for the partitioner to gather: where others want them too, that is once.
+        return program(_spread.of_gathered_rows(of_x), None)
+    return found

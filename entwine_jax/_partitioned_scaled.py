@@ -11,7 +11,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _partitioning, _spread
-from ._selection import OPERANDS
+from ._partitioning import Program
+from ._selection import OPERANDS, Layout
 from ._spread import Call
 
 
@@ -57,19 +58,19 @@ def _partitioned(product: str, leading: int, biased: bool) -> Any:
 
 
 def _partition(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:
-    layout = _partitioning.layout_of(call, mesh, args[:2], result)
-    work = _spread.one_rank_scaled(call, layout, _spread.team_of(layout, mesh))
+    def program(layout: Layout) -> Program:
+        work = _spread.one_rank_scaled(call, layout, _spread.team_of(layout, mesh))
 
-    def with_bias(a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-        return work(a, b, scale, bias)
+        def with_bias(a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+            return work(a, b, scale, bias)
 
-    def without(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
-        return work(a, b, scale)
+        def without(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+            return work(a, b, scale)
 
-    lower = with_bias if len(args) == 4 else without
-    a, b, made, columns = (
-        _partitioning.sharding_of(mesh, spec) for spec in (*layout.operands, layout.result, layout.result[-1:])
-    )
-    wanted = (a, b, NamedSharding(mesh, PartitionSpec()), columns)[: len(args)]
-    _partitioning.tell(call, layout, mesh, lower, args, wanted, _partitioning.shard(result, made))
-    return mesh, lower, made, wanted
+        a, b, made, columns = (
+            _partitioning.sharding_of(mesh, spec) for spec in (*layout.operands, layout.result, layout.result[-1:])
+        )
+        wanted = (a, b, NamedSharding(mesh, PartitionSpec()), columns)[: len(args)]
+        return mesh, with_bias if len(args) == 4 else without, made, wanted
+
+    return _partitioning.settled(call, mesh, args, result, program)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from . import _partitioned_pairs, _partitioning, _shards, _spread
+from ._selection import Layout
 from ._spread import Call
 
 
@@ -67,22 +68,36 @@ def _partition(biased: tuple[bool, ...], *given: Any) -> Any:
     wanted += [of(mesh, layout.result[-1:]) for layout, has in zip(layouts, biased, strict=True) if has]
     shards = [_partitioning.shard(y, sharding) for y, sharding in zip(results, made, strict=True)]
     if all((m.op, m.team, m.operands[0]) == ("all_gather_matmul", first.team, first.operands[0]) for m in layouts):
-        assert team is not None
+        request = _spread.request(calls[0], first, team, args[1])
 
         def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            call, biases = calls[0], in_places(biased, arrays[2 * count :])
-            activations = [c.activation for c in calls]
-            settings = call.dtype, call.precision, call.settings
-            return _shards.several(team, arrays[0], arrays[1 : 2 * count : 2], *settings, biases, activations)
+            biases, activations = in_places(biased, arrays[2 * count :]), [c.activation for c in calls]
+            return _shards.several(request, arrays[0], arrays[1 : 2 * count : 2], biases, activations)
 
         _partitioning.tell(calls[0], first, mesh, together, args, wanted, shards[0])
-        return mesh, together, made, (*wanted,)
+        types = [_partitioning.shard(v, lies) for v, lies in zip(args, wanted, strict=True)]
+        if _shards.several_ours(request, types[: 2 * count : 2], types[1 : 2 * count : 2]):
+            return mesh, together, made, (*wanted,)
+        layouts = [_spread.of_gathered_rows(layout) for layout in layouts]
+        for i, layout in enumerate(layouts):
+            wanted[2 * i] = of(mesh, layout.operands[0])
+        return mesh, _apart(biased, calls, layouts, mesh), made, (*wanted,)
+    for i, (call, layout) in enumerate(zip(calls, layouts, strict=True)):
+        two, work = slice(2 * i, 2 * i + 2), _spread.one_rank(call, layout, _spread.team_of(layout, mesh))
+        _partitioning.tell(call, layout, mesh, work, args[two], wanted[two], shards[i])
+    for i, (call, layout) in enumerate(zip(calls, layouts, strict=True)):
+        if layout.op == "all_gather_matmul" and _partitioning.by_xla(call, layout, mesh, pairs[i]):
+            layouts[i] = _spread.of_gathered_rows(layout)
+            wanted[2 * i] = of(mesh, layouts[i].operands[0])
+    return mesh, _apart(biased, calls, layouts, mesh), made, (*wanted,)
+
+
+def _apart(biased: tuple[bool, ...], calls: Sequence[Call], layouts: Sequence[Layout], mesh: Any) -> Any:
+    """One rank's products, each for itself."""
+    count = len(calls)
     works = [
         _spread.one_rank(c, layout, _spread.team_of(layout, mesh)) for c, layout in zip(calls, layouts, strict=True)
     ]
-    for i, work in enumerate(works):
-        two = slice(2 * i, 2 * i + 2)
-        _partitioning.tell(calls[i], layouts[i], mesh, work, args[two], wanted[two], shards[i])
 
     def apart(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         biases = in_places(biased, arrays[2 * count :])
@@ -91,7 +106,7 @@ def _partition(biased: tuple[bool, ...], *given: Any) -> Any:
             for i, work in enumerate(works)
         )
 
-    return mesh, apart, made, (*wanted,)
+    return apart
 
 
 def gradients(
@@ -133,21 +148,26 @@ def _partition_gradients(*given: Any) -> Any:
         for of_x, of_w in zip(layouts[::2], layouts[1::2], strict=True)
     ]
     if all(shared):
-        assert team is not None
         specs = [s for of_x in layouts[::2] for s in (*of_x.operands, of_x.result, of_x.operands[0])]
-        wanted = [of(mesh, spec) for spec in specs]
+        wanted, made = [of(mesh, spec) for spec in specs], tuple(of(mesh, layout.result) for layout in layouts)
+        request = _spread.request(calls[0], first, team, args[1])
 
-        def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            settings = calls[0].precision, calls[0].settings
-            dx, dws = _shards.gradients_of_several(team, arrays[::4], arrays[1::4], arrays[2], *settings)
-            made = []
-            for i, (dw, of_w) in enumerate(zip(dws, layouts[1::2], strict=True)):
-                made += [jnp.zeros_like(dx) if i else dx, jax.lax.psum(dw, of_w.summed) if of_w.summed else dw]
-            return (*made,)
+        def program(saved: bool) -> Any:
+            def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+                dx, dws = _shards.gradients_of_several(request, arrays[::4], arrays[1::4], arrays[2], saved)
+                made = []
+                for i, (dw, of_w) in enumerate(zip(dws, layouts[1::2], strict=True)):
+                    made += [jnp.zeros_like(dx) if i else dx, jax.lax.psum(dw, of_w.summed) if of_w.summed else dw]
+                return (*made,)
 
-        made = tuple(of(mesh, layout.result) for layout in layouts)
-        _partitioning.tell(calls[0], first, mesh, together, args, wanted, _partitioning.shard(results[0], made[0]))
-        return mesh, together, made, (*wanted,)
+            return together
+
+        lower, types = program(False), [_partitioning.shard(v, lies) for v, lies in zip(args, wanted, strict=True)]
+        _partitioning.tell(calls[0], first, mesh, lower, args, wanted, _partitioning.shard(results[0], made[0]))
+        if not _shards.several_ours(request, types[::4], types[1::4]):  # rows of x are for the partitioner to gather
+            lower = program(True)
+            wanted[2::4] = [of(mesh, of_w.operands[0]) for of_w in layouts[1::2]]
+        return mesh, lower, made, (*wanted,)
     of_pair = _partitioned_pairs.partition_gradients
     each = [
         of_pair(to_x, to_w, mesh, args[4 * i : 4 * i + 4], results[2 * i : 2 * i + 2])

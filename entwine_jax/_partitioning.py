@@ -35,6 +35,8 @@ class Partitioned:
     transpose_w: bool
 
 
+# What the partitioner asks for: the mesh, a rank's work, and the shardings of its results and operands.
+Program = tuple[Mesh, Callable[..., Any], Any, tuple[NamedSharding, ...]]
 _listeners: list[list[Partitioned]] = []
 
 
@@ -192,33 +194,57 @@ def _partitioned_with_bias(product: str, leading: int) -> Any:
 
 
 def _partition_with_bias(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:
-    layout = layout_of(call, mesh, args[:2], result)
-    work = _spread.one_rank(call, layout, _spread.team_of(layout, mesh))
+    def program(layout: Layout) -> Program:
+        work = _spread.one_rank(call, layout, _spread.team_of(layout, mesh))
 
-    def lower(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
-        return work(a, b, bias)
+        def lower(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
+            return work(a, b, bias)
 
-    wanted = tuple(sharding_of(mesh, spec) for spec in (*layout.operands, layout.result[-1:]))
-    made = sharding_of(mesh, layout.result)
-    tell(call, layout, mesh, lower, args, wanted, shard(result, made))
-    return mesh, lower, made, wanted
+        wanted = tuple(sharding_of(mesh, spec) for spec in (*layout.operands, layout.result[-1:]))
+        return mesh, lower, sharding_of(mesh, layout.result), wanted
+
+    return settled(call, mesh, args, result, program)
 
 
 def _partition(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Any:
     """Called by XLA's partitioner: the mesh, a rank's work, and the shardings that it wants of result and operands."""
+
+    def program(layout: Layout) -> Program:
+        work = _spread.one_rank(call, layout, _spread.team_of(layout, mesh))
+        saved = lies_there(args[4:], layout, mesh)
+
+        def lower(a: jax.Array, b: jax.Array, *rest: jax.Array) -> jax.Array:
+            return work(rest[-1] if saved else a, b)
+
+        wanted = [sharding_of(mesh, spec) for spec in layout.operands]
+        if saved:
+            wanted[0] = args[0].sharding
+        return mesh, lower, sharding_of(mesh, layout.result), (*wanted, *(v.sharding for v in args[2:]))
+
+    return settled(call, mesh, args, result, program)
+
+
+def settled(
+    call: Call,
+    mesh: Mesh,
+    args: Sequence[Any],
+    result: Any,
+    program: Callable[[Layout], Program],
+    gathers: bool = False,
+) -> Program:
+    """What becomes of a product, whose program for a layout is `program(layout)`."""
     layout = layout_of(call, mesh, args[:2], result)
-    work = _spread.one_rank(call, layout, _spread.team_of(layout, mesh))
+    _, lower, made, wanted = program(layout)
+    tell(call, layout, mesh, lower, args, wanted, shard(result, made[0] if isinstance(made, tuple) else made))
+    if layout.op == "all_gather_matmul" and by_xla(call, layout, mesh, args, gathers):
+        layout = _spread.of_gathered_rows(layout)
+    return program(layout)
 
-    saved = lies_there(args[4:], layout, mesh)
 
-    def lower(a: jax.Array, b: jax.Array, *rest: jax.Array) -> jax.Array:
-        return work(rest[-1] if saved else a, b)
-
-    wanted, made = [sharding_of(mesh, spec) for spec in layout.operands], sharding_of(mesh, layout.result)
-    if saved:
-        wanted[0] = args[0].sharding
-    tell(call, layout, mesh, lower, args[:2], wanted, shard(result, made))
-    return mesh, lower, made, (*wanted, *(v.sharding for v in args[2:]))
+def by_xla(call: Call, layout: Layout, mesh: Mesh, args: Sequence[Any], gathers: bool = False) -> bool:
+    """Whether XLA is to run a collective matmul of the first two of `args`."""
+    a, b = (shard(v, sharding_of(mesh, spec)) for v, spec in zip(args, layout.operands, strict=False))
+    return _spread.by_xla(call, layout, _spread.team_of(layout, mesh), a, b, gathers)
 
 
 def layout_of(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> Layout:

@@ -132,7 +132,8 @@ saving.defvjp(_forward_saving, _backward_saving, symbolic_zeros=True)
 
 
 def to(call: Call, name: str, like: Any) -> Call:
-    return dataclasses.replace(call, product=name, dtype=like.dtype, saves=False, activation=None)
+    shared = call.shared.gradient() if call.shared is not None and name != "w" else None
+    return dataclasses.replace(call, product=name, dtype=like.dtype, saves=False, activation=None, shared=shared)
 
 
 def _both(

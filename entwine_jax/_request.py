@@ -33,6 +33,9 @@ class Request:
     # All-gather: `biased` and `activation` of the products after the first.
     others: tuple[tuple[bool, str | None], ...] = ()
     gated: bool = False  # all-gather's two products have one result, activation(gate) * up
+    # Columns of w (of a reduce-scatter that is a gradient, its contraction) of each other call that has the same x: XLA
+    # would move bytes once for all of them.
+    beside: tuple[int, ...] = ()
 
     def bare(self) -> "Request":
         """Without the epilogue."""
@@ -140,12 +143,21 @@ def joined(request: Request, pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any
     """x and w, as types, of one product with all columns of all-gather's w, or all of the others' contraction."""
     if len(pairs) == 1:
         return pairs[0]
-    (x, w), gather = pairs[0], request.op == "all_gather_matmul"
-    dim = 0 if gather == request.transpose_w else 1  # of w
-    shape = list(w.shape)
-    shape[dim] = sum(each.shape[dim] for _, each in pairs)
-    k = x.shape[2] if gather else shape[dim]
+    dim = _own_dim(request)
+    return alike(request, *pairs[0], sum(w.shape[dim] for _, w in pairs))
+
+
+def alike(request: Request, x: Any, w: Any, size: int) -> tuple[Any, Any]:
+    """x and w, as types, of a product like this one: `size` are the columns of all-gather's w, or the contraction."""
+    shape, dim = list(w.shape), _own_dim(request)
+    shape[dim] = size
+    k = x.shape[2] if request.op == "all_gather_matmul" else size
     return jax.ShapeDtypeStruct((*x.shape[:2], k), x.dtype), jax.ShapeDtypeStruct((*shape,), w.dtype)
+
+
+def _own_dim(request: Request) -> int:
+    """Of w: what products of one call may differ in."""
+    return 0 if (request.op == "all_gather_matmul") == request.transpose_w else 1
 
 
 def geometry(request: Request, x: jax.Array, w: jax.Array) -> dict[str, int]:

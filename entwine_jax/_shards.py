@@ -1,118 +1,117 @@
 """The ops for a front end: without checks, on one rank's shards as it has spread them."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _differentiable, _reference, _scaled, _several, _strategy
-from ._config import Settings
 from ._differentiable import flat, operand_dtype
 from ._strategy import Request
-from ._team import Team
+
+
+def ours(request: Request, a: Any, b: Any) -> bool:
+    """Whether a call of this library's would run a product of shards, or XLA. a and b are types."""
+    a = _flat(a)
+    if a.dtype != b.dtype and not request.scaled:
+        request, a, b = _of_one_dtype(request, a, b, _as)
+    return _strategy.choose(request, a, b).ours
+
+
+def several_ours(request: Request, xs: Sequence[Any], ws: Sequence[Any]) -> bool:
+    """The same of several products of one x, or of pairs that are added and beside which an array is gathered."""
+    pairs, gather = (
+        [(_as(_flat(x), w.dtype), w) for x, w in zip(xs, ws, strict=True)],
+        request.op == "all_gather_matmul",
+    )
+    request = dataclasses.replace(request.finished([False] * len(pairs), [None] * len(pairs)), gathers=not gather)
+    if len(pairs) == 1 or _strategy.takes_one(request) or (gather and _strategy.apart(request, pairs)):
+        return _strategy.choose(request.alone(0), *pairs[0]).ours
+    return _strategy.choose_of(dataclasses.replace(request, products=len(pairs)), pairs).ours
+
+
+def _flat(a: Any) -> Any:
+    return jax.ShapeDtypeStruct((math.prod(a.shape[:-2]), *a.shape[-2:]), a.dtype)
+
+
+def _as(v: Any, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(v.shape, dtype)
+
+
+def _of_one_dtype(request: Request, a: Any, b: Any, cast: Callable[[Any, Any], Any]) -> tuple[Request, Any, Any]:
+    """Of a product that is a gradient, whose cotangent a has another dtype than b."""
+    operand = operand_dtype(_strategy.choose(request, _as(a, b.dtype), b), b.dtype, a.dtype)
+    return dataclasses.replace(request, dtype=operand), cast(a, operand), cast(b, operand)
 
 
 def product(
-    op: str,
-    team: Team,
-    a: jax.Array,
-    b: jax.Array,
-    transpose_b: bool,
-    dtype: Any,
-    precision: Any,
-    settings: Settings,
-    gathers: bool = False,
-    bias: jax.Array | None = None,
-    activation: str | None = None,
+    request: Request, a: jax.Array, b: jax.Array, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """An op without its gradient, and if it `gathers` all of a; a may have leading dimensions.
+    """An op without its gradient, and if it gathers all of a; a may have leading dimensions.
 
-    If a and b are of different dtypes, `dtype` is what a gradient is wanted in, and the product is taken in theirs.
+    If a and b are of different dtypes, the request's is what a gradient is wanted in, the product is taken in theirs.
     """
-    request = Request(op, team, transpose_b, dtype, precision, settings, gathers, activation=activation)
-    a, leading = flat(a), a.shape[:-2]
+    dtype, leading, a = request.dtype, a.shape[:-2], flat(a)
     if a.dtype != b.dtype:
-        operand = operand_dtype(_strategy.choose(request, a.astype(b.dtype), b), b.dtype, a.dtype)
-        a, b, request = a.astype(operand), b.astype(operand), dataclasses.replace(request, dtype=operand)
+        request, a, b = _of_one_dtype(request, a, b, jnp.astype)
     y, rows = _differentiable.run(request, a, b, bias=bias)
     y = y.reshape(*leading, *y.shape[1:]).astype(dtype)
     return y, None if rows is None else rows.reshape(*leading, *rows.shape[1:])
 
 
-def scaled(
-    op: str,
-    team: Team,
-    a: jax.Array,
-    b: jax.Array,
-    scale: jax.Array,
-    transpose_b: bool,
-    dtype: Any,
-    precision: Any,
-    settings: Settings,
-    bias: jax.Array | None = None,
-    activation: str | None = None,
-) -> jax.Array:
+def scaled(request: Request, a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """An op of float8 a and b, times `scale`."""
-    request = Request(op, team, transpose_b, dtype, precision, settings, scaled=True, activation=activation)
     y, _ = _scaled.run(request, flat(a), b, scale, bias=bias)
     return y.reshape(*a.shape[:-2], *y.shape[1:])
 
 
 def several(
-    team: Team,
+    request: Request,
     x: jax.Array,
     ws: Sequence[jax.Array],
-    dtype: Any,
-    precision: Any,
-    settings: Settings,
     biases: Sequence[jax.Array | None],
     activations: Sequence[str | None],
 ) -> tuple[jax.Array, ...]:
     """all_gather_matmul of several weights, without its gradient."""
-    request = Request("all_gather_matmul", team, False, dtype, precision, settings)
     ys, _ = _several.multiply(request, flat(x), ws, biases, activations)
     return tuple(y.reshape(*x.shape[:-2], *y.shape[1:]) for y in ys)
 
 
 def gradients_of_several(
-    team: Team, dys: Sequence[jax.Array], ws: Sequence[jax.Array], x: jax.Array, precision: Any, settings: Settings
+    request: Request, dys: Sequence[jax.Array], ws: Sequence[jax.Array], x: jax.Array, saved: bool = False
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Of all x @ w_i at once, in the dtypes of x and w: dx by a matmul_reduce_scatter, which gathers x beside."""
-    request = Request("matmul_reduce_scatter", team, True, ws[0].dtype, precision, settings)
-    like = flat(dys[0])
-    operand = operand_dtype(_strategy.choose(request, like.astype(ws[0].dtype), ws[0]), ws[0].dtype, like.dtype)
-    request = dataclasses.replace(request, dtype=operand, gathers=True)
-    flats = [flat(dy).astype(operand) for dy in dys]
-    dx, rows = _several.add(request, flats, [w.astype(operand) for w in ws], flat(x).astype(operand))
+    """Of all x @ w_i at once, in the dtypes of x and w: dx by a matmul_reduce_scatter, beside which x is gathered. With
+    `saved`, x is all rows already."""
+    request, *_ = _of_one_dtype(dataclasses.replace(request, dtype=ws[0].dtype), flat(dys[0]), ws[0], jnp.astype)
+    operand, z = request.dtype, flat(x).astype(request.dtype)
+    flats, narrow = [flat(dy).astype(operand) for dy in dys], [w.astype(operand) for w in ws]
+    if saved:
+        rows: jax.Array | None = z
+        dx, _ = _several.add(request, flats, narrow)
+    else:
+        dx, rows = _several.add(dataclasses.replace(request, gathers=True), flats, narrow, z)
     assert rows is not None
     dws = [
-        _reference.weight_gradient(rows, dy, precision=precision).astype(w.dtype)
+        _reference.weight_gradient(rows, dy, precision=request.precision).astype(w.dtype)
         for dy, w in zip(flats, ws, strict=True)
     ]
-    return dx.reshape(*x.shape[:-2], *dx.shape[1:]).astype(x.dtype), dws
+    return dx.reshape(*dys[0].shape[:-2], *dx.shape[1:]).astype(x.dtype), dws
 
 
 def gradients(
-    op: str,
-    team: Team,
-    y: jax.Array,
-    w: jax.Array,
-    x: jax.Array,
-    precision: Any,
-    settings: Settings,
-    saved: bool = False,
+    request: Request, y: jax.Array, w: jax.Array, x: jax.Array, saved: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Both gradients of x @ w, in the dtypes of x and w.
 
-    y is the cotangent; `op` takes dx = y @ w.T, and gathers beside it what dw = x.T @ y needs: all the team's rows.
-    With `saved`, x is all of them already.
+    y is the cotangent; what is requested is dx = y @ w.T, beside which is gathered what dw = x.T @ y needs: all the
+    team's rows. With `saved`, x is all of them already.
     """
-    request = Request(op, team, True, w.dtype, precision, settings)
-    operand = operand_dtype(_strategy.choose(request, flat(y).astype(w.dtype), w), w.dtype, y.dtype)
-    request = dataclasses.replace(request, dtype=operand)
-    leading, dtype = x.shape[:-2], x.dtype
-    y, w_, x = (v.astype(operand) for v in (flat(y), w, flat(x)))
+    leading, dtype, precision = x.shape[:-2], x.dtype, request.precision
+    request, y, w_ = _of_one_dtype(dataclasses.replace(request, dtype=w.dtype), flat(y), w, jnp.astype)
+    x = flat(x).astype(w_.dtype)
     if saved:
         dx, dw = _differentiable.run(request, y, w_)[0], _reference.weight_gradient(x, y, precision=precision)
     else:

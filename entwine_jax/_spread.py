@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from . import _reference, _shards, _team
 from ._config import OURS, Settings
 from ._selection import OPERANDS, Layout, Spec
+from ._shared import Shared
+from ._strategy import Request
 from ._team import Team
 
 
@@ -27,6 +29,7 @@ class Call:
     axis_name: tuple[str, ...] | None  # the only team that may be selected; None for any
     saves: bool = False  # all-gather keeps the gathered x for its weight gradient
     activation: str | None = None  # of _config.ACTIVATIONS
+    shared: Shared | None = None  # with other products of the same x
 
     def __repr__(self) -> str:  # short: it is printed in every jaxpr
         return f"{self.product}:{self.dtype.name}"
@@ -84,9 +87,7 @@ def one_rank_scaled(call: Call, layout: Layout, team: Team | None) -> Callable[.
 
     def work(a: jax.Array, b: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         if layout.op != "dot":
-            assert team is not None
-            transposed, settings = call.product == "x", (call.dtype, call.precision, call.settings)
-            return _shards.scaled(layout.op, team, a, b, scale, transposed, *settings, bias, call.activation)
+            return _shards.scaled(request(call, layout, team, b, scaled=True), a, b, scale, bias)
         if not layout.summed:
             return whole_scaled(call, a, b, scale, bias)
         y = lax.psum(_scaled_dot(call, a, b, scale).astype(call.dtype), layout.summed)
@@ -95,12 +96,32 @@ def one_rank_scaled(call: Call, layout: Layout, team: Team | None) -> Callable[.
     return work
 
 
-def _fused(call: Call, layout: Layout, team: Team | None, gathers: bool) -> Callable[..., Any]:
+def request(
+    call: Call, layout: Layout, team: Team | None, b: jax.Array, gathers: bool = False, scaled: bool = False
+) -> Request:
+    """A collective matmul whose right operand is `b`, or like it."""
     assert team is not None
+    beside: tuple[int, ...] = ()
+    if call.shared is not None:
+        columns = b.shape[1 if (layout.op == "all_gather_matmul") == (call.product == "y") else 0]
+        beside = call.shared.beside(layout.op, columns)
+    return Request(
+        layout.op,
+        team,
+        call.product == "x",
+        call.dtype,
+        call.precision,
+        call.settings,
+        gathers,
+        scaled=scaled,
+        activation=call.activation,
+        beside=beside,
+    )
 
+
+def _fused(call: Call, layout: Layout, team: Team | None, gathers: bool) -> Callable[..., Any]:
     def work(a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> Any:
-        transposed, settings = call.product == "x", (call.dtype, call.precision, call.settings)
-        return _shards.product(layout.op, team, a, b, transposed, *settings, gathers, bias, call.activation)
+        return _shards.product(request(call, layout, team, b, gathers=gathers), a, b, bias)
 
     return work
 
@@ -130,10 +151,9 @@ def gradients_of_rank(
     scatters = x.op == "matmul_reduce_scatter"
     if w.operands != ((gathered(dx, x.team), dy) if scatters else (dx, gathered(dy, x.team))):
         return None
-    assert team is not None
 
     def both(dy: jax.Array, w_: jax.Array, x_: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dx, dw = _shards.gradients(x.op, team, dy, w_, x_, to_x.precision, to_x.settings, saved and scatters)
+        dx, dw = _shards.gradients(request(to_x, x, team, w_), dy, w_, x_, saved and scatters)
         return dx, lax.psum(dw, w.summed) if w.summed else dw
 
     return both
@@ -143,6 +163,21 @@ def gathered(spec: Spec, team: tuple[str, ...]) -> Spec:
     """How an array lies when the team, the minor axes of its rows, has gathered them."""
     *leading, rows, columns = spec
     return (*leading, rows[: len(rows) - len(team)], columns)
+
+
+def by_xla(call: Call, layout: Layout, team: Team | None, a: Any, b: Any, gathers: bool = False) -> bool:
+    """Whether XLA would run a collective matmul; a and b are the types of one rank's operands."""
+    narrow = call.product != "w" and b.dtype == jnp.float8_e4m3fn
+    return layout.op != "dot" and not _shards.ours(request(call, layout, team, b, gathers, narrow), a, b)
+
+
+def of_gathered_rows(layout: Layout) -> Layout:
+    """In place of an all-gather and its product: the product alone, whose rows lie gathered. The partitioner, who moves
+    them there, does so once for all that want them."""
+    if layout.op != "all_gather_matmul":
+        return layout
+    a, b = layout.operands
+    return dataclasses.replace(layout, op="dot", team=(), operands=(gathered(a, layout.team), b), moves=True)
 
 
 def check(call: Call, layout: Layout) -> None:

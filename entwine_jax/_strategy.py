@@ -15,7 +15,7 @@ from ._measured import key as key
 from ._measured import measured as measured
 from ._measured import seeking as seeking
 from ._obstacles import gather_obstacle as gather_obstacle
-from ._request import TARGETS, geometry, wants_tiles
+from ._request import TARGETS, alike, geometry, wants_tiles
 from ._request import Choice as Choice
 from ._request import Plan as Plan
 from ._request import Request as Request
@@ -82,6 +82,8 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     if problem is not None:
         return Choice("xla", problem)
     copy = _copy(request, w)
+    if request.beside and wanted == "auto" and not seeking.value and (shared := _moved_once(request, x, w)) is not None:
+        return shared
     if wanted == "fused" or seeking.value:
         how = "" if entry is None else f"; plan {entry}"
         return Choice("fused", f"asked for{how}{copy}", plan(request, x, w), asked)
@@ -102,6 +104,36 @@ def _copy(request: Request, w: Any) -> str:
     if not request.scaled or request.transpose_w:
         return ""
     return f"; w is transposed first, a copy of {w.size} bytes unless it is a transpose itself"
+
+
+def _moved_once(request: Request, x: jax.Array, w: jax.Array) -> Choice | None:
+    """XLA, where it wins because it moves once for all calls with the same x what each fused one would move."""
+    each = dataclasses.replace(request, beside=())
+    pairs = [(x, w), *(alike(each, x, w, columns) for columns in request.beside)]
+    ours, xla = _one_by_one(each, pairs)
+    if request.op == "matmul_reduce_scatter" and request.gathers and _rows_are_there(each, pairs):
+        xla = _one_by_one(dataclasses.replace(each, gathers=False), pairs)[1]
+    if ours * _MARGIN <= xla:
+        return None
+    return Choice(
+        "xla",
+        f"predicted {ours:.0f} us for the {len(pairs)} products of this x in calls of their own, {xla:.0f} us on XLA, "
+        "which moves bytes once for all: so would collective_matmul(x, (w1, w2, ...))",
+    )
+
+
+def _one_by_one(request: Request, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
+    """What calls of such products should take, and XLA for all of them."""
+    return sum(min(predict(request, *pair)) for pair in pairs), predict(request, *joined(request, pairs))[1]
+
+
+def _rows_are_there(request: Request, pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether XLA has gathered the rows that these gradients want when it went forward."""
+    forward = dataclasses.replace(request, op="all_gather_matmul", transpose_w=not request.transpose_w, gathers=False)
+    (dy, w), ranks = pairs[0], request.team.size
+    x = jax.ShapeDtypeStruct((dy.shape[0], dy.shape[1] // ranks, sizes(request, dy.shape, w.shape).n), dy.dtype)
+    ours, xla = _one_by_one(forward, [(x, w) for _, w in pairs])
+    return ours * _MARGIN > xla
 
 
 def _instead(
@@ -198,14 +230,18 @@ def replanned(choice: Choice, request: Request, x: Any, w: Any) -> Choice:
 
 
 def predict(request: Request, x: jax.Array, w: jax.Array) -> tuple[float, float]:
-    """What a call on GPUs should take, fused and on XLA, in microseconds: cc/schedule/cost.h."""
+    """What a call on GPUs should take, fused and on XLA, in microseconds: cc/schedule/cost.h. A reduce-scatter that
+    gathers is a gradient: beside dx it gathers what dx is a gradient of."""
+    shape = geometry(request, x, w)
+    beside = request.gathers and request.op == "matmul_reduce_scatter"
     return _core.predict(
         request.op,
-        **geometry(request, x, w),
+        **shape,
         out_bytes=request.dtype.itemsize,
         tiles_only=wants_tiles(request),
         in_bytes=_in_bytes(request),
         gated=request.gated,
+        beside=shape["batch"] * shape["m_shard"] * shape["n"] * x.dtype.itemsize if beside else 0,
     )
 
 

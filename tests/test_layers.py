@@ -57,7 +57,7 @@ PYTHON = [
     {"_team", "_reference", "_selection", "_gate_checks"},
     {"_float8_checks"},
     {"_config", "_checks", "_memory"},
-    {"_core", "_spans", "_threads"},
+    {"_core", "_shared", "_spans", "_threads"},
 ]
 
 # Each folder of cc/ and what it may include, itself aside.

@@ -1,6 +1,7 @@
 """What auto chooses on GPUs, and why not: a pure function, so that a CPU can show it."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from helpers import OPS
 
 import entwine_jax
-from entwine_jax import _config, _obstacles, _strategy, _team
+from entwine_jax import _config, _obstacles, _shards, _strategy, _team
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +34,16 @@ def choose(
     scaled=False,
     transpose_w=False,
     precision=None,
+    beside=(),
     **team,
 ):
     settings = _config.resolve(op, strategy, config)
     fields = {"axis_name": ("t",), "size": 4, "groups": (0, 1, 2, 3), "other_axes": (), "loose_axes": ()}
     whole = _team.Team(**{**fields, "platform": "cuda", **team})
     made = jnp.dtype(result or dtype)
-    request = _strategy.Request(op, whole, transpose_w, made, precision, settings, gathers, scaled=scaled)
+    request = _strategy.Request(
+        op, whole, transpose_w, made, precision, settings, gathers, scaled=scaled, beside=beside
+    )
     w_shape = (n, k) if transpose_w else (k, n)
     x, w = jax.ShapeDtypeStruct((1, m, k), dtype), jax.ShapeDtypeStruct(w_shape, dtype)
     return _strategy.choose(request, x, w)
@@ -243,3 +247,60 @@ def test_equal_requests_trace_once():
     a, b = choose(), choose()
     assert a == b and hash(a) == hash(b) and a is not b
     assert dataclasses.replace(a, reason="") != a
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_products_of_one_x_in_calls_of_their_own(op, transpose_w):
+    """Each is faster than XLA alone; XLA, which moves bytes once for all of them, is faster than all of them."""
+
+    def chosen(*columns):
+        own, *beside = columns
+        sizes = {"n": own, "k": 8192} if op == "all_gather_matmul" else {"n": 8192, "k": own}
+        rows, gathers = (4096, False) if op == "all_gather_matmul" else (8192, True)  # as gradients do
+        return choose(op, size=2, m=rows, **sizes, transpose_w=transpose_w, beside=(*beside,), gathers=gathers)
+
+    assert chosen(1024).strategy == "fused"
+    for columns in ((1024, 128, 128), (128, 1024, 128)):
+        choice = chosen(*columns)
+        assert choice.strategy == "xla" and "us for the 3 products of this x in calls of their own" in choice.reason
+    for columns in ((3584, 3584), (3584,)):
+        assert chosen(*columns).strategy == "fused"
+    asked = choose(op, size=2, m=4096, n=1024, k=1024, beside=(128, 128), strategy="fused")
+    assert asked.strategy == "fused"
+
+
+def test_what_gradients_gather_beside_is_predicted():
+    """Rows of x take as long on the link as dx; on XLA that is a gather more, if it has none of the forward pass."""
+
+    def us(gathers):
+        reason = choose("matmul_reduce_scatter", size=2, m=8192, n=8192, k=512, gathers=gathers).reason
+        return [float(us) for us in re.findall(r"(\d+) us", reason)]
+
+    (fused, xla), (fused_too, xla_too) = us(False), us(True)
+    link = 8192 * 8192 / 361e3  # the bytes of a chunk, in microseconds
+    assert fused_too - fused == pytest.approx(link, rel=0.1) and xla_too - xla > link
+    # Short products: forward, XLA's one gather is as good as three; backward that gather is there, so that it wins.
+    choice = choose("matmul_reduce_scatter", size=2, m=4096, n=4096, k=2048, gathers=True, beside=(512, 512))
+    assert choice.strategy == "xla"
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_whether_shards_are_left_to_xla(op, count):
+    """What the partitioner asks before it gathers rows itself."""
+    team = _team.Team(("t",), 2, (0, 1), (), (), platform="cuda")
+
+    def ours(m, n, strategy="auto", dtype=jnp.bfloat16):
+        gather, settings = op == "all_gather_matmul", _config.resolve(op, strategy, None)
+        request = _strategy.Request(op, team, False, jnp.dtype(dtype), None, settings)
+        x, w = (8192, n) if gather else (n, 8192)
+        xs = [jax.ShapeDtypeStruct((2, m // 2, x), dtype)] * count
+        ws = [jax.ShapeDtypeStruct((x, w), dtype)] * count
+        return _shards.ours(request, xs[0], ws[0]) if count == 1 else _shards.several_ours(request, xs, ws)
+
+    assert ours(8192, 3584) and not ours(8192, 3584, dtype=jnp.float32)
+    assert not ours(8192, 3584, strategy="xla") and ours(8192, 3584, strategy="signal")
+    assert ours(16, 3584) == (count == 1 or op == "all_gather_matmul")  # kernels for few rows gather nothing beside
+    with pytest.raises(NotImplementedError, match="can't run x float32"):
+        ours(8192, 3584, strategy="fused", dtype=jnp.float32)

@@ -56,9 +56,9 @@ std::pair<nb::dict, double> resident_plan(std::string const& op, std::string con
 
 std::pair<double, double> predicted(std::string const& op, uint32_t ranks, uint32_t batch, uint32_t m_shard, uint32_t n,
                                     uint32_t k, uint32_t missing, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes,
-                                    bool gated) {
+                                    bool gated, double beside) {
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, 1, 1, missing);
-  Prediction p = predict(op_of(op), g, out_bytes, tiles_only, in_bytes, gated);
+  Prediction p = predict(op_of(op), g, out_bytes, tiles_only, in_bytes, gated, beside);
   return {p.fused_us, p.xla_us};
 }
 
@@ -113,7 +113,7 @@ void define_schedule(nb::module_& m) {
         "k"_a, "missing"_a = 0, "out_bytes"_a, "in_bytes"_a = 2, "gated"_a = false,
         "The default plan of strategy \"resident\", and its predicted microseconds on sm_90.");
   m.def("predict", &predicted, "op"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
-        "out_bytes"_a, "tiles_only"_a = false, "in_bytes"_a = 2, "gated"_a = false,
+        "out_bytes"_a, "tiles_only"_a = false, "in_bytes"_a = 2, "gated"_a = false, "beside"_a = 0.0,
         "Predicted microseconds on sm_90, (fused, xla).");
   m.def("tile_order", &tile_order, "op"_a, nb::kw_only(), "ranks"_a, "rank"_a, "batch"_a, "m_shard"_a, "n"_a, "tile_m"_a,
         "tile_n"_a, "raster"_a, "lead"_a, "The tiles in the order in which `rank` claims them, as (owner, row, column).");

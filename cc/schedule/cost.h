@@ -33,14 +33,15 @@ constexpr TileCost tile_cost(uint32_t tile_m, uint32_t tile_n) {
   return {2.0 * 256 * 256 * 64 / (kSm90FlopsPerSecond * 1e-6 / kSm90Clusters), 2.5, 0.75e6};
 }
 
-// `in_bytes` are those of an operand's element: with 8 bits a k block has twice the elements and takes as long.
-constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
+// `in_bytes` are those of an operand's element: with 8 bits a k block has twice the elements and takes as long. `beside` are
+// the bytes of an array that each rank sends to each peer beside the product's.
+constexpr double fused_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2, double beside = 0) {
   TileCost tile = tile_cost(g.tile_m, g.tile_n);
   double tile_us = tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us;
   if (op == Op::kMatmulAllReduce) tile_us = larger(tile_us, kAllReduceTileUs);
   double waves = ceil_div(g.tiles(), kSm90Clusters), compute_us = waves * tile_us;
   double per_peer = op == Op::kAllGatherMatmul ? chunk_bytes(g, in_bytes) : partials_bytes(g, 1) * out_bytes;
-  double link_us = per_peer * (g.ranks - 1) / kLinkBytesPerUs;
+  double link_us = (per_peer + beside) * (g.ranks - 1) / kLinkBytesPerUs;
   // In a single wave there is nothing to do while rows or partial sums are on their way.
   double exposed_us = waves == 1 ? link_us : 0, after_us = 0;
   // The tiles of the rows that come last begin when these have come.
@@ -96,6 +97,9 @@ constexpr double few_rows_us(Op op, Geometry const& g, double out_bytes, uint32_
   return kFewRowsLaunchUs + stream_us + f.rows * kFewRowsRowUs + sent / kLinkBytesPerUs;
 }
 
+// What an all-gather takes of so many bytes of each rank.
+constexpr double xla_gather_us(double bytes, uint32_t ranks) { return kNcclUs + bytes * (ranks - 1) / kNcclBytesPerUs; }
+
 constexpr double xla_us(Op op, Geometry const& g, double out_bytes, uint32_t in_bytes = 2) {
   double m = double(g.ranks) * g.batch * g.m_shard - g.missing, n = g.n, k = g.k;
   double flops_per_us = kGemmFlopsPerUs * (2.0 / in_bytes);
@@ -103,7 +107,7 @@ constexpr double xla_us(Op op, Geometry const& g, double out_bytes, uint32_t in_
       kGemmUs + larger(2 * m * n * k / flops_per_us, ((m + n) * k * in_bytes + m * n * out_bytes) / kMemoryBytesPerUs);
   double per_peer = m / g.ranks * (op == Op::kAllGatherMatmul ? k * in_bytes : n * out_bytes);
   if (op == Op::kMatmulAllReduce) return gemm + kNcclUs + 2 * per_peer * (g.ranks - 1) / kNcclAllReduceBytesPerUs;
-  return gemm + kNcclUs + per_peer * (g.ranks - 1) / kNcclBytesPerUs;
+  return gemm + xla_gather_us(per_peer, g.ranks);  // a reduce-scatter takes as long
 }
 
 // What XLA's kernel takes that reads the gate and up, written before, and writes y.

@@ -104,18 +104,20 @@ constexpr ResidentChoice make_resident_plan(Op op, Target target, Geometry g, ui
 }
 
 // Predicted microseconds on sm_90, with the plan's tile and on XLA: what strategy "auto" decides by. Some
-// calls are for tiles only, as gated ones are; on XLA these have one more kernel.
+// calls are for tiles only, as gated ones are; on XLA these have one more kernel. `beside` are the bytes of each rank's array
+// that a call for tiles gathers beside its product.
 struct Prediction {
   double fused_us, xla_us;
 };
-constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes = 2,
-                             bool gated = false) {
+constexpr Prediction predict(Op op, Geometry g, uint32_t out_bytes, bool tiles_only, uint32_t in_bytes = 2, bool gated = false,
+                             double beside = 0) {
   TileShape tile = pick_sm90_tile(op, g, out_bytes, in_bytes, gated);
   g.tile_m = tile.m;
   g.tile_n = tile.n;
   bool few = !tiles_only && !gated && pick_form(op, g, out_bytes, in_bytes) == Form::kFewRows;
-  return {few ? cost::few_rows_us(op, g, out_bytes, in_bytes) : cost::fused_us(op, g, out_bytes, in_bytes),
-          cost::xla_us(op, g, out_bytes, in_bytes) + (gated ? cost::gate_us(g, out_bytes) : 0)};
+  return {few ? cost::few_rows_us(op, g, out_bytes, in_bytes) : cost::fused_us(op, g, out_bytes, in_bytes, beside),
+          cost::xla_us(op, g, out_bytes, in_bytes) + (gated ? cost::gate_us(g, out_bytes) : 0) +
+              (beside > 0 ? cost::xla_gather_us(beside, g.ranks) : 0)};
 }
 
 }  // namespace entwine::schedule

@@ -483,6 +483,10 @@ void gated_products_share_tiles() {
       // XLA reads and writes once more.
       CHECK(predict(Op::kAllGatherMatmul, g, bytes, true, 2, true).xla_us >
             predict(Op::kAllGatherMatmul, g, bytes, true).xla_us);
+      // What is gathered beside costs the kernel a part of the link, and XLA a collective more.
+      Prediction alone = predict(Op::kMatmulReduceScatter, g, bytes, true),
+                 beside = predict(Op::kMatmulReduceScatter, g, bytes, true, 2, false, 1e8);
+      CHECK(beside.fused_us >= alone.fused_us && beside.xla_us > alone.xla_us);
     }
   }
 }

@@ -168,3 +168,25 @@ def test_all_reduce(mode):
 def test_auto_takes_the_kernels():
     mesh = mesh_of()
     assert [m.strategy for m in entwine_jax.explain(mlp("auto", mesh, "auto"), *operands(mesh))] == ["fused"] * 2
+
+
+def test_auto_knows_of_other_products_of_the_same_x():
+    """Where few columns follow a wide one, XLA's one gather beats three of ours; where all are wide, ours win."""
+    mesh = mesh_of()
+    ranks = team_size(mesh)
+
+    def f(x, *ws):
+        return [entwine_jax.collective_matmul(x, w, strategy="auto") for w in ws]
+
+    def loss(x, *ws):
+        return sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in f(x, *ws))
+
+    def strategies(g, *columns):
+        shapes = ((8192, 8192), P(AXIS, None)), *(((8192, n * ranks), P(None, AXIS)) for n in columns)
+        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for s, spec in shapes]
+        return [m.strategy for m in entwine_jax.explain(g, *args)]
+
+    assert strategies(f, 1024, 128, 128) == ["xla"] * 3
+    assert strategies(f, 1024) == ["fused"]
+    assert strategies(f, 3584, 3584) == ["fused"] * 2
+    assert strategies(jax.grad(loss, (0, 1, 2, 3)), 1024, 128, 128) == ["xla"] * 6
