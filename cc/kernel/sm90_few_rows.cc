@@ -50,6 +50,8 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
   p.scale = call.scale;
   p.e5m2 = call.operands == Operands::kE5m2;
   set_arena(call, p);
+  p.packets_offset = call.arena.packets_offset();
+  p.packets_half = call.arena.packets_half;
 
   int shared_bytes = 0;
   Variant variant{0, 0, call.operands, call.transposed_w, call.float_out, false};

@@ -96,7 +96,7 @@ uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint
   Geometry g = geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing);
   ArenaDemand demand = call_demand(op_of(op), few_rows ? Form::kFewRows : Form::kTiles, g, parts, element_bytes,
                                    Gathering{z_batch, z_rows, z_row_bytes, tile_m}, moved);
-  return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
+  return exactly(ranks, demand).bytes();
 }
 
 }  // namespace

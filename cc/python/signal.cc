@@ -69,7 +69,7 @@ uint64_t signal_arena_bytes(std::string const& op, uint32_t ranks, uint32_t batc
                             uint32_t missing, uint32_t tile_m, uint32_t tile_n, uint32_t element_bytes) {
   Geometry g = signal_geometry(Target::kSm90, geometry_of(ranks, batch, m_shard, n, k, tile_m, tile_n, missing));
   ArenaDemand demand = landing_demand(op_of(op), grouped(op_of(op), g), ranks, element_bytes);
-  return ArenaLayout{ranks, demand.words_per_source, demand.staging_half}.bytes();
+  return exactly(ranks, demand).bytes();
 }
 
 }  // namespace

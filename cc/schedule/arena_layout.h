@@ -2,6 +2,8 @@
 //
 //   control   queue, epoch and the counters of the local workers; zeroed once, touched by this rank only
 //   signals   [source][words_per_source], written by peers
+//   packets   two halves, as staging; words of 8 bytes, each four of data and the call's signal value: nothing else is ever
+//             written here, so that whoever finds the value has the data, too
 //   staging   two halves; a call uses the half of its epoch's parity
 //
 // Why two halves need no barrier: to start call e, a rank has finished call e-1, in which it heard from every peer; so every
@@ -17,7 +19,8 @@ namespace entwine::schedule {
 // What one call needs of its arena.
 struct ArenaDemand {
   uint32_t words_per_source;
-  uint64_t staging_half;  // bytes
+  uint64_t staging_half;      // bytes
+  uint64_t packets_half = 0;  // bytes
 };
 
 // Staging of one call. Reduce-scatter keeps whole tile images of partial sums, one set per peer (pull: in the producer's arena,
@@ -71,30 +74,40 @@ struct ArenaLayout {
   uint32_t ranks;
   uint32_t words_per_source;
   uint64_t staging_half;
+  uint64_t packets_half = 0;
 
   // Control: kHeaderBytes, then one arrival counter per (peer, signal word) for pushers that share a row block.
   static constexpr uint64_t kHeaderBytes = 1024;
   constexpr uint64_t arrivals_offset() const { return kHeaderBytes; }
   constexpr uint64_t signals_offset() const { return round_up(arrivals_offset() + words() * 4, 1024); }
+  constexpr uint64_t packets_offset() const { return round_up(signals_offset() + words() * 4, 1024); }
   constexpr uint64_t staging_offset(uint32_t parity) const {
-    return round_up(signals_offset() + words() * 4, 1024) + parity * staging_half;
+    return packets_offset() + 2 * packets_half + parity * staging_half;
   }
   constexpr uint64_t bytes() const { return staging_offset(2); }
   constexpr bool fits(ArenaDemand const& d) const {
-    return d.words_per_source <= words_per_source && d.staging_half <= staging_half;
+    return d.words_per_source <= words_per_source && d.staging_half <= staging_half && d.packets_half <= packets_half;
   }
 
  private:
   constexpr uint64_t words() const { return uint64_t(ranks) * words_per_source; }
 };
 
+// An arena of just what a call needs.
+constexpr ArenaLayout exactly(uint32_t ranks, ArenaDemand const& d) {
+  return {ranks, d.words_per_source, d.staging_half, d.packets_half};
+}
+
 // The layout of a team's next arena: twice what the last one held, or what the call needs. All sources' words together are
-// numbered in 32 bits.
+// numbered in 32 bits. Packets, which are few, only grow if they have to.
 constexpr ArenaLayout grown(ArenaLayout const& last, ArenaDemand const& d) {
   uint32_t most = ~0u / last.ranks, twice = last.words_per_source > most / 2 ? most : last.words_per_source * 2;
   uint32_t words = larger(twice, d.words_per_source);
   uint64_t half = last.staging_half * 2 < d.staging_half ? d.staging_half : last.staging_half * 2;
-  return {last.ranks, larger(words, 4096), half < (1u << 20) ? (1u << 20) : half};
+  uint64_t packets = d.packets_half <= last.packets_half      ? last.packets_half
+                     : d.packets_half > 2 * last.packets_half ? d.packets_half
+                                                              : 2 * last.packets_half;
+  return {last.ranks, larger(words, 4096), half < (1u << 20) ? (1u << 20) : half, packets};
 }
 
 }  // namespace entwine::schedule

@@ -18,7 +18,7 @@ constexpr double kGemmUs = 8, kGemmFlopsPerUs = 720e6, kMemoryBytesPerUs = 4.2e6
 // Per byte that a rank sends, NCCL's all-reduce is a bit faster than its halves.
 constexpr double kNcclAllReduceBytesPerUs = 0.24e6;
 
-constexpr double kFewRowsLaunchUs = 12, kFewRowsStreamBytesPerUs = 3.7e6, kFewRowsRowUs = 0.07;
+constexpr double kFewRowsLaunchUs = 12, kPacketsSaveUs = 3.5, kFewRowsStreamBytesPerUs = 3.7e6, kFewRowsRowUs = 0.07;
 
 constexpr double larger(double a, double b) { return a < b ? b : a; }
 
@@ -94,7 +94,8 @@ constexpr double few_rows_us(Op op, Geometry const& g, double out_bytes, uint32_
       (op == Op::kAllGatherMatmul ? double(f.chunk_rows) * g.k * in_bytes : double(f.rows) * g.n * out_bytes) * (g.ranks - 1);
   double ctas = f.slices * (f.tiles < clusters_at_once(f.slices) ? f.tiles : clusters_at_once(f.slices));
   double stream_us = double(in_bytes) * g.n * g.k / (kFewRowsStreamBytesPerUs * (ctas < 112 ? ctas / 112 : 1));
-  return kFewRowsLaunchUs + stream_us + f.rows * kFewRowsRowUs + sent / kLinkBytesPerUs;
+  double us = kFewRowsLaunchUs + stream_us + f.rows * kFewRowsRowUs + sent / kLinkBytesPerUs;
+  return f.packets ? us - kPacketsSaveUs + sent / kLinkBytesPerUs : us;
 }
 
 // What an all-gather takes of so many bytes of each rank.

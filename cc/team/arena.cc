@@ -111,7 +111,7 @@ bool Team::make(schedule::ArenaLayout const& layout, Patience const& patience, s
   cudaError_t error = cudaSuccess;
   if (nccl == 0) {
     // Control starts as zeros but for the epoch, in the upper half of the queue's word; signals as the call before has raised
-    // them. Staging needs no start value.
+    // them, and packets as if it had sent them. Staging needs no start value.
     uint32_t epoch = first_epoch();
     std::vector<uint32_t> head(layout.staging_offset(0) / 4);
     head[1] = epoch;

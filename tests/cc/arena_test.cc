@@ -25,7 +25,8 @@ void parts_of_a_layout_are_disjoint() {
     Op op = static_cast<Op>(i / 3 % 3);
     Gathering beside{i % 5 ? 0 : upto(3), i % 5 ? 0 : upto(200), upto(100), upto(64)};
     ArenaDemand demand = arena_demand(op, g, upto(4), i % 3 ? 2 : 4, beside);
-    ArenaLayout a{g.ranks, demand.words_per_source, demand.staging_half};
+    demand.packets_half = i % 2 ? 0 : 1024 * upto(50);
+    ArenaLayout a = exactly(g.ranks, demand);
     CHECK(a.fits(demand));
     uint64_t words = uint64_t(g.ranks) * a.words_per_source * 4;
     struct Span {
@@ -34,6 +35,7 @@ void parts_of_a_layout_are_disjoint() {
     std::vector<Span> spans = {{0, ArenaLayout::kHeaderBytes},
                                {a.arrivals_offset(), a.arrivals_offset() + words},
                                {a.signals_offset(), a.signals_offset() + words},
+                               {a.packets_offset(), a.packets_offset() + 2 * a.packets_half},
                                {a.staging_offset(0), a.staging_offset(0) + a.staging_half},
                                {a.staging_offset(1), a.staging_offset(1) + a.staging_half}};
     for (size_t s = 0; s < spans.size(); ++s) {
@@ -72,11 +74,13 @@ void growth_makes_room_and_is_geometric() {
   for (int round = 0; round < 200; ++round) {
     ArenaLayout last{upto(8), 0, 0};
     for (int i = 0; i < 20; ++i) {
-      ArenaDemand demand{upto(1u << upto(16)), round_up(uint64_t(upto(1u << 12)) << upto(14), 1024)};
+      ArenaDemand demand{upto(1u << upto(16)), round_up(uint64_t(upto(1u << 12)) << upto(14), 1024),
+                         i % 3 ? 0 : round_up(upto(1u << 20), 1024)};
       if (last.fits(demand)) continue;
       ArenaLayout next = grown(last, demand);
       CHECK(next.fits(demand));
       CHECK(next.words_per_source >= 2 * last.words_per_source && next.staging_half >= 2 * last.staging_half);
+      CHECK(next.packets_half == last.packets_half || next.packets_half >= 2 * last.packets_half);
       CHECK_EQ(next.ranks, last.ranks);
       last = next;
     }

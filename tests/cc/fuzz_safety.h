@@ -151,10 +151,11 @@ class Safety {
   static Wide blocks_of(schedule::Gathering const& z) { return (Wide(z.rows) + z.block_rows - 1) / z.block_rows; }
 
   // `bytes` and `words` are what is needed at the least.
-  void arena(schedule::ArenaDemand const& demand, Wide bytes, Wide words) {
+  void arena(schedule::ArenaDemand const& demand, Wide bytes, Wide words, Wide packets = 0) {
     constexpr Wide kMost = Wide(1) << 62;
     expect(bytes < kMost, "more staging than can be addressed");
     expect(demand.staging_half >= bytes && demand.staging_half <= bytes + 4096, "staging");
+    expect(demand.packets_half >= packets && demand.packets_half <= packets + 4096, "packets");
     expect(demand.words_per_source == words, "signal words");
     schedule::ArenaLayout layout{g_.ranks, 0, 0};
     for (int growth = 0; growth < 3; ++growth) {
@@ -163,7 +164,8 @@ class Safety {
       Wide all = Wide(layout.ranks) * layout.words_per_source;
       expect(all < (Wide(1) << 32), "a signal's word isn't a 32-bit number");
       expect(layout.signals_offset() >= layout.arrivals_offset() + all * 4, "arrivals overlap signals");
-      expect(layout.staging_offset(0) >= layout.signals_offset() + all * 4, "signals overlap staging");
+      expect(layout.packets_offset() >= layout.signals_offset() + all * 4, "signals overlap packets");
+      expect(layout.staging_offset(0) >= layout.packets_offset() + Wide(2) * packets, "packets overlap staging");
       expect(layout.bytes() >= layout.staging_offset(0) + Wide(2) * layout.staging_half && layout.bytes() < kMost, "bytes");
     }
   }
@@ -174,8 +176,12 @@ class Safety {
     expect(Wide(f.tiles) * schedule::kFewRowsTileN >= f.n && f.slices >= 1 && f.slices <= schedule::kFewRowsSlicesMost, "cut");
     Wide sums = Wide(g_.ranks - 1) * f.n * element * (p_.op == Op::kMatmulReduceScatter ? f.chunk_rows : f.rows);
     Wide bytes = p_.op == Op::kAllGatherMatmul ? Wide(f.rows) * f.k * element : sums;
-    arena(schedule::call_demand(p_.op, schedule::Form::kFewRows, g_, schedule::kSm90Parts, element, p_.gathering), bytes,
-          p_.op == Op::kAllGatherMatmul ? Wide(f.slices) : Wide(f.tiles) * f.slices);
+    schedule::ArenaDemand demand =
+        schedule::call_demand(p_.op, schedule::Form::kFewRows, g_, schedule::kSm90Parts, element, p_.gathering);
+    if (f.packets)
+      arena(demand, 0, 0, 2 * bytes);
+    else
+      arena(demand, bytes, p_.op == Op::kAllGatherMatmul ? Wide(f.slices) : Wide(f.tiles) * f.slices);
   }
 
   void orders(Random& random) {

@@ -351,9 +351,11 @@ def peer(fate: str, strategy: str) -> None:
     time.sleep(60)
 
 
-def absent(op: str, strategy: str = "fused") -> None:
+def absent(op: str, strategy: str = "fused", rows: str = "many") -> None:
     """One process: rank 1's program lacks the call that rank 0 makes."""
     case, mesh, options = RAGGED[op], mesh_of(), options_of(strategy)
+    if rows == "few":
+        case, options = Case(op, 4, 1032, 1032), options | {"config": entwine_jax.Config(few_rows=True)}
     ranks = team_size(mesh)
     check_exact(case, mesh, seed=1, **options)
     x_spec, w_spec, y_spec = case.specs(AXIS)

@@ -120,6 +120,14 @@ def test_rank_without_the_call(op, strategy):
     assert said is not None and op in said[0], output[-4000:]
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_rank_without_few_rows(op):
+    """Of a reduce-scatter and an all-reduce it is packets that don't come."""
+    (output,) = finish(start("absent", op, "fused", "few", ENTWINE_TIMEOUT_S="2"))
+    said = SAID.search(output)
+    assert said is not None and op in said[0], output[-4000:]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fate", FATES)
 def test_peer_that(fate, strategy):

@@ -73,6 +73,25 @@ __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence
 // What this thread wrote to shared memory becomes visible to TMA stores that another thread issues after a barrier.
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Two words of 8 bytes at once, each of which is whole for whoever reads it: four bytes of data, and a flag.
+struct Packets {
+  uint32_t first, first_flag, second, second_flag;
+};
+__device__ __forceinline__ void store_packets(uint64_t* to, uint32_t first, uint32_t second, uint32_t flag) {
+  asm volatile(
+      "{\n.reg .b64 a, b;\nmov.b64 a, {%1, %3};\nmov.b64 b, {%2, %3};\nst.relaxed.sys.global.v2.b64 [%0], {a, b};\n}" ::"l"(to),
+      "r"(first), "r"(second), "r"(flag)
+      : "memory");
+}
+__device__ __forceinline__ Packets load_packets(uint64_t const* from) {
+  Packets p;
+  asm volatile("{\n.reg .b64 a, b;\nld.relaxed.sys.global.v2.b64 {a, b}, [%4];\nmov.b64 {%0, %1}, a;\nmov.b64 {%2, %3}, b;\n}"
+               : "=r"(p.first), "=r"(p.first_flag), "=r"(p.second), "=r"(p.second_flag)
+               : "l"(from)
+               : "memory");
+  return p;
+}
+
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

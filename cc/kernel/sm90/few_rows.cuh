@@ -7,11 +7,13 @@
 //
 // After the last k block the CTAs of a cluster trade float32 sums through each other's shared memory, where the stages were:
 // each finishes one portion of the rows for all 128 columns, adding slices in their order. Reduce-scatter and all-reduce then
-// store rounded sums to the peers that need them, signal, wait for theirs, and add in rank order.
+// store rounded sums to the peers that need them, signal, wait for theirs, and add in rank order. Of very few rows they send
+// packets, and each thread waits for those that it adds.
 //
-// Memory order. Copies of x and sums travel by generic stores; after them a barrier of the consumers, then one thread's system
-// fence and st.release.sys (all-gather: through an arrival counter, acq_rel). x is read by TMA, so its writers fence the
-// asynchronous proxy, and so does the loader after it acquired the signal. Sums are read past L1.
+// Memory order. Copies of x and sums travel by generic stores; after them a barrier of the consumers, then one thread's
+// st.release.sys (all-gather: system fences, and an arrival counter, acq_rel). x is read by TMA, so its writers fence the
+// asynchronous proxy, and so does the loader after it acquired the signal. Sums are read past L1. A packet is one store and one
+// load of 8 bytes, both relaxed: with the flag the data is there, and nothing else depends on it.
 //
 // Why it can't deadlock. Copying x waits for nobody, and a CTA copies until there is nothing left to claim before it waits for
 // anyone; one resident cluster copies all. Tiles are claimed in order; a cluster stores and signals its sums of a tile before

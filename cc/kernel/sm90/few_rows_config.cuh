@@ -51,6 +51,10 @@ struct FewRowsCta : ArenaView<FewRowsParams> {
   __device__ __forceinline__ uint32_t claimed_tile() const { return base + C::kClaim; }
   __device__ __forceinline__ uint32_t claimed_unit() const { return base + C::kClaim + 8; }
 
+  __device__ __forceinline__ uint64_t* packets(uint32_t rank) const {
+    return reinterpret_cast<uint64_t*>(params.arena[rank] + params.packets_offset + this->parity() * params.packets_half);
+  }
+
   __device__ __forceinline__ uint32_t first_block() const { return slice * params.slice_blocks; }
   __device__ __forceinline__ uint32_t blocks() const {
     uint32_t first = first_block();

@@ -76,20 +76,21 @@ class FewRowsConsumer {
       each_row(tile, [&](uint32_t row, uint32_t column, float4 v) {
         if constexpr (C::kScatter) {
           uint32_t owner = row / p.shape.m_shard % p.shape.ranks;
-          if (owner != p.rank) store(cta_.staging(owner), slot(owner, p.rank) + y_row(row), column, v);
+          if (owner != p.rank) send(owner, slot(owner, p.rank) + y_row(row), column, v);
         } else {
           for (uint32_t peer = 0; peer < p.shape.ranks; ++peer)
-            if (peer != p.rank) store(cta_.staging(peer), slot(peer, p.rank) + row, column, v);
+            if (peer != p.rank) send(peer, slot(peer, p.rank) + row, column, v);
         }
       });
-      sync();
-      uint32_t word = tile * p.shape.slices + cta_.slice;
-      if (thread_ < p.shape.ranks && thread_ != p.rank) {
-        __threadfence_system();
-        ptx::store_release_system(cta_.signal(thread_, p.rank, word), schedule::signal_value(cta_.epoch));
-        wait_for_peer(cta_, cta_.signal(p.rank, thread_, word), thread_, cta_.slice, tile);
+      if (!as_packets()) {
+        sync();
+        uint32_t word = tile * p.shape.slices + cta_.slice;
+        if (thread_ < p.shape.ranks && thread_ != p.rank) {
+          ptx::store_release_system(cta_.signal(thread_, p.rank, word), schedule::signal_value(cta_.epoch));
+          wait_for_peer(cta_, cta_.signal(p.rank, thread_, word), thread_, cta_.slice, tile);
+        }
+        sync();
       }
-      sync();
       each_row(tile, [&](uint32_t row, uint32_t column, float4 own) {
         if constexpr (C::kScatter) {
           if (row / p.shape.m_shard % p.shape.ranks != p.rank) return;
@@ -99,7 +100,7 @@ class FewRowsConsumer {
         float4 total = make_float4(0, 0, 0, 0);
         for (uint32_t source = 0; source < p.shape.ranks; ++source) {
           float4 v = own;
-          if (source != p.rank) v = load(cta_.staging(p.rank), slot(p.rank, source) + (C::kScatter ? y_row(row) : row), column);
+          if (source != p.rank) v = receive(source, slot(p.rank, source) + (C::kScatter ? y_row(row) : row), column, tile);
           total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
         }
         store(p.y, C::kScatter ? y_row(row) : row, column, finished(total, bias));
@@ -225,6 +226,42 @@ class FewRowsConsumer {
       return __ldcg(reinterpret_cast<float4 const*>(from + offset(row, column)));
     else
       return unpacked(__ldcg(reinterpret_cast<uint2 const*>(from + offset(row, column))));
+  }
+
+  __device__ __forceinline__ bool as_packets() const { return C::kRows < schedule::kFewRowsMost && cta_.params.shape.packets; }
+  // Sums of four columns to a peer's arena, and those that a peer has sent.
+  __device__ __forceinline__ void send(uint32_t peer, uint32_t row, uint32_t column, float4 v) const {
+    if (!as_packets()) return store(cta_.staging(peer), row, column, v);
+    uint64_t* to = cta_.packets(peer) + offset(row, column) / 4;
+    uint32_t flag = schedule::signal_value(cta_.epoch);
+    if constexpr (C::kFloatOut) {
+      ptx::store_packets(to, __float_as_uint(v.x), __float_as_uint(v.y), flag);
+      ptx::store_packets(to + 2, __float_as_uint(v.z), __float_as_uint(v.w), flag);
+    } else {
+      uint2 bits = packed(v);
+      ptx::store_packets(to, bits.x, bits.y, flag);
+    }
+  }
+  __device__ __forceinline__ float4 receive(uint32_t peer, uint32_t row, uint32_t column, uint32_t tile) const {
+    if (!as_packets()) return load(cta_.staging(cta_.params.rank), row, column);
+    uint64_t const* from = cta_.packets(cta_.params.rank) + offset(row, column) / 4;
+    uint2 low = awaited(from, peer, tile);
+    if constexpr (!C::kFloatOut) return unpacked(low);
+    uint2 high = awaited(from + 2, peer, tile);
+    return make_float4(__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(high.x), __uint_as_float(high.y));
+  }
+  // The data of two packets, when they are this call's.
+  __device__ __forceinline__ uint2 awaited(uint64_t const* from, uint32_t peer, uint32_t tile) const {
+    uint32_t wanted = schedule::signal_value(cta_.epoch);
+    uint64_t start = 0;
+    for (uint32_t looks = 1;; ++looks) {
+      ptx::Packets p = ptx::load_packets(from);
+      if (p.first_flag == wanted && p.second_flag == wanted) return make_uint2(p.first, p.second);
+      if (looks % 256 != 0 || cta_.params.timeout_ns == 0) continue;
+      uint64_t now = ptx::nanoseconds();
+      if (start == 0) start = now;
+      if (now - start > cta_.params.timeout_ns) give_up(cta_, peer, cta_.slice, tile, p.first_flag, wanted);
+    }
   }
   static __device__ __forceinline__ float4 rounded(float4 v) {
     if constexpr (C::kFloatOut)

@@ -48,6 +48,7 @@ schedule::ArenaLayout layout_of(uint32_t ranks) {
         schedule::ArenaDemand demand = demand_of(variant, tiled(geometry_for(op, g), variant));
         layout.words_per_source = schedule::larger(layout.words_per_source, demand.words_per_source);
         if (layout.staging_half < demand.staging_half) layout.staging_half = demand.staging_half;
+        if (layout.packets_half < demand.packets_half) layout.packets_half = demand.packets_half;
       }
   return layout;
 }
