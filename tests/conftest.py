@@ -23,19 +23,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="I/N", help="every Nth test, from the Ith on: a part of N")
 
 
-def pairs_of(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
-    """Of a case's parameters, every two with their values."""
+def shown_by(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
+    """Of a case's parameters, every two with their values; every one, if the test is marked each_value."""
     callspec = getattr(item, "callspec", None)
     named = sorted((name, repr(value)) for name, value in callspec.params.items()) if callspec else []
-    return {*itertools.combinations(named, 2)}
+    return {*itertools.combinations(named, 1 if "each_value" in item.keywords else 2)}
 
 
-def beyond_pairs(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test's cases those that show no two values of parameters together that others don't: of three strategies,
-    three ops and four dtypes, for example, 24 of 36."""
-    left = {case: pairs_of(case) for case in cases}
+def beyond_those(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test's cases those that show nothing that others don't: of three strategies, three ops and four dtypes, say,
+    24 of 36 show every two values together, and 4 every value."""
+    left = {case: shown_by(case) for case in cases}
     missing = set().union(*left.values())
-    if not missing:  # of one parameter, or none
+    if not missing:  # no parameters, or one of which pairs are wanted
         return []
     while missing:
         missing -= left.pop(max(left, key=lambda case: len(left[case] & missing)))
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         if "gpu" not in cases[0].keywords:
-            for case in beyond_pairs(cases):
+            for case in beyond_those(cases):
                 case.add_marker("slow")
     yield  # -m leaves them out
     part, parts = map(int, config.getoption("part").split("/"))

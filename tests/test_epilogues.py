@@ -70,6 +70,7 @@ def test_exact(op, ranks):
             np.testing.assert_array_equal(np.asarray(jax.jit(f)(x, w, bias)), wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: jnp.dtype(d).name)
 def test_values(op, dtype):
@@ -99,6 +100,7 @@ def test_values(op, dtype):
         check(activation, None, "fused")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -133,6 +135,7 @@ def test_second_gradient(op, check_vma, activation):
     assert_close(got, wanted, 3e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_only_what_is_wanted(op, activation):
@@ -176,6 +179,7 @@ def test_where_the_activation_is_applied(op):
     assert "exponential" not in text and "logistic" not in text
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "dims", [d for d in itertools.product((0, None), (1, None), (0, None)) if d != (None,) * 3], ids=str

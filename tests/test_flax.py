@@ -78,6 +78,7 @@ def reference(state, x, dy):
 CASES = [*(("auto", name) for name in MESHES), *(("explicit", name) for name in ("2x4", "2x2x2 last, permuted"))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode, name", [*CASES, ("manual", "2x4"), ("partial", "2x4")])
 def test_nnx_mlp(mode, name):
     x, dy = inputs()

@@ -113,6 +113,7 @@ def test_gathered():
         np.testing.assert_array_equal(np.asarray(rows, np.float32), np.asarray(x, np.float32))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("batched", ["x", "w", "scales", "bias", "x bias", "w bias", "x w scales bias"])
 def test_vmap(op, batched, many=3):

@@ -56,6 +56,7 @@ def test_ops(mode, strategy, x_dtype):
                 assert collectives(compiled.as_text()) == {f"entwine_{op}": 1}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", ["fused", "xla"])
 def test_epilogues(mode, strategy):

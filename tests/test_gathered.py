@@ -94,6 +94,7 @@ def check_beside(got, z, y, w, ranks):
         np.testing.assert_array_equal(copy, np.asarray(z))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ranks", range(2, 9))
 @pytest.mark.parametrize("transport", ["pull", "push"])
 def test_reduce_scatter_gathers_beside(ranks, transport):

@@ -14,6 +14,7 @@ import entwine_jax
 CASES = [(mode, mesh) for mode in MODES for mesh in MESHES if mesh != "1x8" and (mode, mesh) != ("partial", "8")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode, mesh", CASES)
 def test_mlp(mode, mesh):
     """All-gather, then reduce-scatter; their gradients are each other. Only dW's data sums are XLA's own."""
@@ -40,6 +41,7 @@ def test_mlp(mode, mesh):
     assert_close(got, jax.vjp(plain_mlp, *operands())[1](normal((8, 16, 24), 4)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["fused", "xla"])
 @pytest.mark.parametrize("mode", MODES)
 def test_data_axis_of_one(mode, strategy):

@@ -54,6 +54,7 @@ def test_exact(mode, mesh):
         np.testing.assert_array_equal(np.asarray(y), np.asarray(plain("relu", "relu")(*wide)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "up, down, residuals", [("gelu", None, "regather"), ("relu", "silu", "save"), (None, "relu", "save")]
@@ -132,6 +133,7 @@ def test_all_reduce_and_plain_dots(mode):
             assert_close(loss(f)(*operands), wanted, 2e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("dims", [(0, None, None), (None, None, 0), (None, 0, None), (0, 0, 0), (0, None, 0)], ids=str)
 def test_vmap(mode, dims):

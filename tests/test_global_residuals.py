@@ -34,6 +34,7 @@ def compiled_gradient(f, argnums, args):
     return compiled, found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_what_is_saved_is_not_gathered_again(mode, mesh):
@@ -88,6 +89,7 @@ def test_on_xla(mode):
     assert gathers["save"] == 2 <= gathers["regather"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("residuals", ["regather", "save"])
 @pytest.mark.parametrize("policy", ["nothing", "gathered"])
@@ -115,6 +117,7 @@ def test_remat(mode, residuals, policy):
     assert kept == (residuals == "save" and policy == "gathered")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batched", ["x", "w", "both"])
 @pytest.mark.parametrize("argnums", [1, (0, 1)], ids=str)

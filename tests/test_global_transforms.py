@@ -22,6 +22,7 @@ def square_sum(f):
     return lambda *args: jnp.sum(jnp.square(f(*args)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", [None, "names"])
 def test_scan_and_remat(mode, policy):
@@ -49,6 +50,7 @@ def test_scan_and_remat(mode, policy):
     assert found["entwine_all_gather_matmul"] == 3 and found["entwine_matmul_reduce_scatter"] == 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batched", ["x", "w", "both"])
 def test_vmap(mode, batched):

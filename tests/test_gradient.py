@@ -17,6 +17,7 @@ def loss_of(rank, op, mesh, **options):
     return lambda x, w: jnp.sum(jnp.sin(f(x, w)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_swiglu(mode, remat):
         assert_close(compiled(*args), wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (1, 2, 3), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_some_gradients(mode, wanted):

@@ -88,6 +88,7 @@ def finished(matmul, op, x, w, bias, axis):
     return matmul(op, x, w, axis, bias=bias, activation="silu")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients(strategy, op, check_vma):
@@ -170,6 +171,7 @@ def test_remat_and_scan(strategy, check_vma):
     assert_close(*(jax.jit(jax.value_and_grad(loss(m), (0, 1)))(x, layers) for m in (ours(strategy), in_lax)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 def test_global_view(strategy, mode):
     with setup(mode) as s:

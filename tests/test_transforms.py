@@ -78,6 +78,7 @@ def test_the_gathered_operand_has_a_name():
     assert gathers(jax.checkpoint_policies.save_only_these_names("entwine_gathered")) == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("x_dim, w_dim", [(0, None), (2, None), (None, 0), (None, 2), (0, 0), (1, 2)])
 def test_vmap(op, x_dim, w_dim):

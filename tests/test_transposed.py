@@ -41,6 +41,7 @@ def test_exact(op, ranks):
         np.testing.assert_array_equal(np.asarray(y), product(x, w.T))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("strategy", ["fused", "xla"])
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -66,6 +67,7 @@ def test_gradients(op, strategy, check_vma):
     assert_close(got, wanted, 2e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("x_dim, w_dim", [(0, None), (None, 2), (0, 1)])
 def test_vmap(op, x_dim, w_dim):
