@@ -23,12 +23,13 @@ def ours(request: Request, a: Any, b: Any) -> bool:
 
 def several_ours(request: Request, xs: Sequence[Any], ws: Sequence[Any]) -> bool:
     """The same of several products of one x, or of pairs that are added and beside which an array is gathered."""
-    pairs, gather = (
-        [(_as(_flat(x), w.dtype), w) for x, w in zip(xs, ws, strict=True)],
-        request.op == "all_gather_matmul",
-    )
-    request = dataclasses.replace(request.finished([False] * len(pairs), [None] * len(pairs)), gathers=not gather)
-    if len(pairs) == 1 or _strategy.takes_one(request) or (gather and _strategy.apart(request, pairs)):
+    pairs = [(_as(_flat(x), w.dtype), w) for x, w in zip(xs, ws, strict=True)]
+    if request.op == "all_gather_matmul":
+        request = request.finished([False] * len(pairs), [None] * len(pairs))
+        one_by_one = _strategy.apart(request, pairs)
+    else:
+        request, one_by_one = dataclasses.replace(request, gathers=True), _strategy.takes_one(request)
+    if len(pairs) == 1 or one_by_one:
         return _strategy.choose(request.alone(0), *pairs[0]).ours
     return _strategy.choose_of(dataclasses.replace(request, products=len(pairs)), pairs).ours
 
