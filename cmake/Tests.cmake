@@ -8,7 +8,7 @@ if(ENTWINE_SANITIZE STREQUAL "thread")
 endif()
 # Those that make no thread: ThreadSanitizer, which is slow, would find nothing in them.
 set(without_threads arena_test element_test groups_test landing_protocol_test movers_protocol_test movers_test overdue_test
-  problem_test protocol_test schedule_test signal_call_test simulate_test)
+  packets_protocol_test problem_test protocol_test schedule_test signal_call_test simulate_test)
 foreach(source IN LISTS test_sources)
   cmake_path(GET source STEM name)
   if(ENTWINE_SANITIZE STREQUAL "thread" AND name IN_LIST without_threads)
