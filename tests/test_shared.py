@@ -126,3 +126,22 @@ def test_one_ranks_columns_of_the_others(columns, wanted):
     assert shared.beside("matmul_reduce_scatter", columns) == ()
     assert shared.gradient().beside("matmul_reduce_scatter", columns) == wanted
     assert shared.gradient().gradient() is None
+
+
+@pytest.mark.parametrize("mode", ["explicit", "manual"])
+def test_xla_merges_gathers(mode):
+    """Where a rank's program is traced as a whole, XLA sees that they are the same."""
+    with setup(mode) as s:
+        specs = [s.specs[0], *[s.specs[1]] * 3]
+        args = s.place(normal((8, 16, 24), 1), *weights(), specs=specs)
+
+        def f(x, *ws):
+            return [s.up(x, w, strategy="xla") for w in ws]
+
+        run = s.spread(f, in_specs=tuple(specs), out_specs=[s.specs[3]] * 3)
+
+        def loss(*args):
+            return sum(jnp.sum(jnp.sin(y)) for y in run(*args))
+
+        for g in (run, jax.grad(loss, (0, 1, 2, 3))):
+            assert collectives(jax.jit(g).lower(*args).compile().as_text())["all-gather"] == 1
