@@ -234,11 +234,11 @@ def settled(
 ) -> Program:
     """What becomes of a product, whose program for a layout is `program(layout)`."""
     layout = layout_of(call, mesh, args[:2], result)
-    _, lower, made, wanted = program(layout)
+    found = _, lower, made, wanted = program(layout)
     tell(call, layout, mesh, lower, args, wanted, shard(result, made[0] if isinstance(made, tuple) else made))
     if layout.op == "all_gather_matmul" and by_xla(call, layout, mesh, args, gathers):
-        layout = _spread.of_gathered_rows(layout)
-    return program(layout)
+        return program(_spread.of_gathered_rows(layout))
+    return found
 
 
 def by_xla(call: Call, layout: Layout, mesh: Mesh, args: Sequence[Any], gathers: bool = False) -> bool:

@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from . import _differentiable, _reference, _scaled, _several, _strategy
 from ._differentiable import flat, operand_dtype
@@ -17,7 +16,8 @@ def ours(request: Request, a: Any, b: Any) -> bool:
     """Whether a call of this library's would run a product of shards, or XLA. a and b are types."""
     a = _flat(a)
     if a.dtype != b.dtype and not request.scaled:
-        request, a, b = _of_one_dtype(request, a, b, _as)
+        request = _of_one_dtype(request, a, b)
+        a, b = _as(a, request.dtype), _as(b, request.dtype)
     return _strategy.choose(request, a, b).ours
 
 
@@ -42,10 +42,10 @@ def _as(v: Any, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(v.shape, dtype)
 
 
-def _of_one_dtype(request: Request, a: Any, b: Any, cast: Callable[[Any, Any], Any]) -> tuple[Request, Any, Any]:
-    """Of a product that is a gradient, whose cotangent a has another dtype than b."""
-    operand = operand_dtype(_strategy.choose(request, _as(a, b.dtype), b), b.dtype, a.dtype)
-    return dataclasses.replace(request, dtype=operand), cast(a, operand), cast(b, operand)
+def _of_one_dtype(request: Request, a: Any, b: Any) -> Request:
+    """Of a product that is a gradient, whose cotangent a has another dtype than b: in the one that both are cast to."""
+    choice = _strategy.choose(request, _as(a, b.dtype), b)
+    return dataclasses.replace(request, dtype=operand_dtype(choice, b.dtype, a.dtype))
 
 
 def product(
@@ -57,7 +57,8 @@ def product(
     """
     dtype, leading, a = request.dtype, a.shape[:-2], flat(a)
     if a.dtype != b.dtype:
-        request, a, b = _of_one_dtype(request, a, b, jnp.astype)
+        request = _of_one_dtype(request, a, b)
+        a, b = a.astype(request.dtype), b.astype(request.dtype)
     y, rows = _differentiable.run(request, a, b, bias=bias)
     y = y.reshape(*leading, *y.shape[1:]).astype(dtype)
     return y, None if rows is None else rows.reshape(*leading, *rows.shape[1:])
@@ -86,7 +87,7 @@ def gradients_of_several(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Of all x @ w_i at once, in the dtypes of x and w: dx by a matmul_reduce_scatter, beside which x is gathered. With
     `saved`, x is all rows already."""
-    request, *_ = _of_one_dtype(dataclasses.replace(request, dtype=ws[0].dtype), flat(dys[0]), ws[0], jnp.astype)
+    request = _of_one_dtype(dataclasses.replace(request, dtype=ws[0].dtype), _flat(dys[0]), ws[0])
     operand, z = request.dtype, flat(x).astype(request.dtype)
     flats, narrow = [flat(dy).astype(operand) for dy in dys], [w.astype(operand) for w in ws]
     if saved:
@@ -111,8 +112,8 @@ def gradients(
     team's rows. With `saved`, x is all of them already.
     """
     leading, dtype, precision = x.shape[:-2], x.dtype, request.precision
-    request, y, w_ = _of_one_dtype(dataclasses.replace(request, dtype=w.dtype), flat(y), w, jnp.astype)
-    x = flat(x).astype(w_.dtype)
+    request = _of_one_dtype(dataclasses.replace(request, dtype=w.dtype), _flat(y), w)
+    y, w_, x = (v.astype(request.dtype) for v in (flat(y), w, flat(x)))
     if saved:
         dx, dw = _differentiable.run(request, y, w_)[0], _reference.weight_gradient(x, y, precision=precision)
     else:

@@ -38,6 +38,47 @@ std::string all_states(uint32_t agents, std::string& fault, size_t& states, Move
   return fault;
 }
 
+// A model whose agents, some for each rank, each make steps in an order that is known beforehand; state.ranks[rank].at[agent]
+// counts them.
+template <class State, class Step>
+class InOrder {
+ public:
+  virtual ~InOrder() = default;
+
+  // "" or what went wrong first.
+  std::string explore() {
+    return all_states<State>(
+        static_cast<uint32_t>(steps_.size()), fault_, states_, [&](State& s, uint32_t i) { return move(s, i); },
+        [&](State const& s) { return finished(s); });
+  }
+  size_t states() const { return states_; }
+
+ protected:
+  InOrder(uint32_t ranks, uint32_t each) : each_(each), steps_(ranks * each) {}
+  std::vector<Step>& steps(uint32_t rank, uint32_t agent) { return steps_[rank * each_ + agent]; }
+  // One step; false if it can't be made yet.
+  virtual bool make(State& s, uint32_t rank, uint32_t agent, Step const& step) = 0;
+
+  std::string fault_;
+
+ private:
+  bool move(State& s, uint32_t i) {
+    uint8_t& at = s.ranks[i / each_].at[i % each_];
+    if (at == steps_[i].size() || !make(s, i / each_, i % each_, steps_[i][at])) return false;
+    ++at;
+    return true;
+  }
+  bool finished(State const& s) const {
+    for (uint32_t i = 0; i < steps_.size(); ++i)
+      if (s.ranks[i / each_].at[i % each_] < steps_[i].size()) return false;
+    return true;
+  }
+
+  uint32_t each_;
+  std::vector<std::vector<Step>> steps_;
+  size_t states_ = 0;
+};
+
 // Programs that nothing is wrong with, one Model each.
 template <class Model, class Program>
 void nothing_goes_wrong(std::vector<Program> const& programs, size_t least_states) {

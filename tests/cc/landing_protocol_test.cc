@@ -49,32 +49,16 @@ struct State {
 
 std::ostream& operator<<(std::ostream& out, Program const& p) { return out << p.ranks << " ranks, " << p.groups << " groups"; }
 
-class Model {
+class Model : public explore::InOrder<State, Step> {
  public:
-  explicit Model(Program const& program) : program_(program) {
+  explicit Model(Program const& program) : InOrder(program.ranks, 2), program_(program) {
     for (uint32_t rank = 0; rank < program.ranks; ++rank)
       for (uint32_t call = 0; call < program.calls.size(); ++call) add_call(rank, uint8_t(call));
   }
 
-  // "" or what went wrong first.
-  std::string explore() {
-    uint32_t each = 2;
-    return explore::all_states<State>(
-        program_.ranks * each, fault_, states_, [&](State& s, uint32_t i) { return move(s, i / each, i % each); },
-        [&](State const& s) { return finished(s); });
-  }
-  size_t states() const { return states_; }
-
  private:
-  bool finished(State const& s) const {
-    for (uint32_t rank = 0; rank < program_.ranks; ++rank)
-      for (uint32_t stream = 0; stream < 2; ++stream)
-        if (s.ranks[rank].at[stream] < steps_[rank][stream].size()) return false;
-    return true;
-  }
-
   void add_call(uint32_t rank, uint8_t call) {
-    std::vector<Step>&own = steps_[rank][0], &beside = steps_[rank][1];
+    std::vector<Step>&own = steps(rank, 0), &beside = steps(rank, 1);
     bool sums = program_.calls[call] == Call::kSums;
     auto groups = static_cast<uint8_t>(program_.groups), ranks = static_cast<uint8_t>(program_.ranks);
     auto of_peers = [&](std::vector<Step>& steps, Step::Kind kind, uint8_t group) {
@@ -113,11 +97,8 @@ class Model {
                std::to_string(step.call);
   }
 
-  // One step of a stream; false if it has none to make.
-  bool move(State& s, uint32_t r, uint32_t stream) {
+  bool make(State& s, uint32_t r, uint32_t, Step const& step) override {
     Rank& rank = s.ranks[r];
-    if (rank.at[stream] == steps_[r][stream].size()) return false;
-    Step step = steps_[r][stream][rank.at[stream]];
     auto mark = static_cast<uint8_t>(step.call + 1);
     switch (step.kind) {
       case Step::kBegin:
@@ -159,14 +140,10 @@ class Model {
         rank.marked = mark;
         break;
     }
-    ++rank.at[stream];
     return true;
   }
 
   Program program_;
-  std::vector<Step> steps_[kMostRanks][2];
-  std::string fault_;
-  size_t states_ = 0;
 };
 
 std::vector<Program> programs(Fault fault) {

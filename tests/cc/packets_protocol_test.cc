@@ -51,38 +51,23 @@ std::ostream& operator<<(std::ostream& out, Program const& p) {
   return out << p.ranks << " ranks, " << p.clusters << " clusters, " << p.calls.size() << " calls";
 }
 
-class Model {
+class Model : public explore::InOrder<State, Step> {
  public:
-  explicit Model(Program const& program) : program_(program) {
+  explicit Model(Program const& program) : InOrder(program.ranks, program.clusters), program_(program) {
     for (uint32_t rank = 0; rank < program.ranks; ++rank)
-      for (uint8_t call = 0; call < program.calls.size(); ++call) add_call(rank, call);
+      for (uint32_t cluster = 0; cluster < program.clusters; ++cluster)
+        for (uint8_t call = 0; call < program.calls.size(); ++call) add_call(rank, call, steps(rank, cluster));
   }
-
-  // "" or what went wrong first.
-  std::string explore() {
-    uint32_t each = program_.clusters;
-    return explore::all_states<State>(
-        program_.ranks * each, fault_, states_, [&](State& s, uint32_t i) { return move(s, i / each, i % each); },
-        [&](State const& s) { return finished(s); });
-  }
-  size_t states() const { return states_; }
 
  private:
-  bool finished(State const& s) const {
-    for (uint32_t rank = 0; rank < program_.ranks; ++rank)
-      for (uint32_t cluster = 0; cluster < program_.clusters; ++cluster)
-        if (s.ranks[rank].at[cluster] < steps_[rank].size()) return false;
-    return true;
-  }
-
-  void add_call(uint32_t rank, uint8_t call) {
+  void add_call(uint32_t rank, uint8_t call, std::vector<Step>& steps) const {
     bool packets = program_.calls[call] == Call::kPackets, apart = program_.fault == Fault::kFlagFirst;
     auto of_peers = [&](std::vector<Step::Kind> const& kinds) {
       for (uint8_t peer = 0; peer < program_.ranks; ++peer)
         for (Step::Kind kind : kinds)
-          if (peer != rank) steps_[rank].push_back({kind, call, peer});
+          if (peer != rank) steps.push_back({kind, call, peer});
     };
-    steps_[rank].push_back({Step::kBegin, call, 0});
+    steps.push_back({Step::kBegin, call, 0});
     if (packets) {
       of_peers(apart ? std::vector<Step::Kind>{Step::kFlag, Step::kData} : std::vector<Step::Kind>{Step::kPacket});
       of_peers({Step::kTake});
@@ -103,11 +88,8 @@ class Model {
   }
   static uint32_t value(uint8_t mark) { return signal_value(kFirstEpoch + mark - 1); }
 
-  // One step of a cluster; false if it has none to make.
-  bool move(State& s, uint32_t r, uint32_t cluster) {
+  bool make(State& s, uint32_t r, uint32_t cluster, Step const& step) override {
     Rank& rank = s.ranks[r];
-    if (rank.at[cluster] == steps_[r].size()) return false;
-    Step step = steps_[r][rank.at[cluster]];
     auto mark = static_cast<uint8_t>(step.call + 1);
     Rank& peer = s.ranks[step.peer];
     switch (step.kind) {
@@ -146,14 +128,10 @@ class Model {
         expect(rank.staging[half(step.call)][step.peer][cluster], r, step);
         break;
     }
-    ++rank.at[cluster];
     return true;
   }
 
   Program program_;
-  std::vector<Step> steps_[kMostRanks];  // of each of its clusters
-  std::string fault_;
-  size_t states_ = 0;
 };
 
 std::vector<Program> programs(Fault fault) {
