@@ -1,6 +1,6 @@
 // The matmul under the fused kernels, alone: all_gather_matmul in a team of one against cuBLAS, bfloat16, w as (k, n).
 //
-//   gemm [M N K ...]      by default the shapes below; JSON on stdout
+//   gemm [--tile 256x224] [M N K ...]      by default the plan's tile and the shapes below; JSON on stdout
 //
 // Each round takes one sample of either in random order, for the reason that benchmarks/rounds.py gives; ratios are taken
 // within rounds. Operands rotate through several sets, so that w comes from memory as it does in a model. cuBLAS is found by
@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -107,7 +108,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, bool last) {
+void measure(int m, int n, int k, schedule::TileShape const* tile, Cublas const& cublas, cudaStream_t stream, bool last) {
   size_t x_count = size_t(m) * k, w_count = size_t(k) * n, y_count = size_t(m) * n;
   std::vector<Set> sets(kSets);
   for (uint32_t i = 0; i < kSets; ++i) {
@@ -122,6 +123,10 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
   call.op = schedule::Op::kAllGatherMatmul;
   call.geometry = {1, 1, uint32_t(m), uint32_t(n), uint32_t(k), 1, 1};
   call.plan = schedule::make_plan(call.op, schedule::Target::kSm90, call.geometry, 2);
+  if (tile != nullptr) {
+    call.plan = schedule::plan_of_tile(call.op, call.geometry, *tile, 2, 2, false);
+    call.plan.form = schedule::Form::kTiles;
+  }
   call.geometry.tile_m = call.plan.tile_m;
   call.geometry.tile_n = call.plan.tile_n;
   schedule::ArenaDemand demand = schedule::call_demand(call.op, call.plan.form, call.geometry, schedule::kSm90Parts, 2);
@@ -205,12 +210,24 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::vector<int> sizes = {8192, 8192, 8192, 8192, 4096, 7168, 8192, 8192, 3584, 4096, 8192, 2048,
-                            512,  8192, 3584, 512,  3584, 8192, 1024, 8192, 3584, 1024, 3584, 8192};
+  schedule::TileShape tile{};
+  bool given = count > 2 && std::strcmp(arguments[1], "--tile") == 0;
+  if (given) {
+    bool read = std::sscanf(arguments[2], "%ux%u", &tile.m, &tile.n) == 2;
+    if (!read || !schedule::is_sm90_tile(tile, 2)) {
+      std::fprintf(stderr, "--tile %s: there is no such tile\n", arguments[2]);
+      return 2;
+    }
+    count -= 2;
+    arguments += 2;
+  }
+  std::vector<int> sizes = {8192, 8192, 8192, 8192, 4096, 7168,  8192, 8192, 3584, 4096, 8192, 2048, 4096,
+                            3584, 8192, 4096, 1792, 4096, 1024,  6656, 16384, 2048, 5120, 3456, 512, 8192,
+                            3584, 512,  3584, 8192, 512,  5120,  8192, 1024, 8192, 3584, 1024, 3584, 8192};
   if (count > 1) sizes.assign(size_t(count - 1), 0);
   for (int i = 1; i < count; ++i) sizes[size_t(i - 1)] = std::atoi(arguments[i]);
   if (sizes.size() % 3 != 0) {
-    std::fprintf(stderr, "usage: gemm [M N K ...]\n");
+    std::fprintf(stderr, "usage: gemm [--tile MxN] [M N K ...]\n");
     return 2;
   }
   cudaStream_t stream;
@@ -219,7 +236,7 @@ int main(int count, char** arguments) {
   Cublas cublas(stream);
   std::printf("[\n");
   for (size_t i = 0; i < sizes.size(); i += 3)
-    measure(sizes[i], sizes[i + 1], sizes[i + 2], cublas, stream, i + 3 == sizes.size());
+    measure(sizes[i], sizes[i + 1], sizes[i + 2], given ? &tile : nullptr, cublas, stream, i + 3 == sizes.size());
   std::printf("]\n");
   return 0;
 }

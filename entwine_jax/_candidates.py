@@ -28,7 +28,7 @@ def _forms(request: Request, shape: Sizes, base: Plan) -> Iterator[Plan]:
         rows = request.team.size * shape.batch * shape.m_shard - shape.missing
         if rows <= _core.FEW_ROWS_MOST and not request.gathers:
             yield dataclasses.replace(base, few_rows=True)
-        for tile_m, tile_n in _core.SM90_TILES:
+        for tile_m, tile_n in request.sm90_tiles:
             # As many rows are walked together.
             raster = max(1, base.raster * base.tile_m // tile_m)
             yield dataclasses.replace(tiled, tile_m=tile_m, tile_n=tile_n, raster=raster)

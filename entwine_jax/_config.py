@@ -34,7 +34,8 @@ class Config:
         reduce-scatter: and push the own chunk of it.
       few_rows: whether to use the GPU kernels for few rows, which take up to 128: they read w once for all rows. The
         settings above and tiles mean nothing to them, and they gather nothing beside: calls that do have tiles.
-      tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128.
+      tile_m, tile_n: tile shape; on GPUs 256 and 256, 256 and 128, or 128 and 128; of 16-bit results that aren't
+        gated 256 and 160, 192 or 224, too.
       comm_sms: how many multiprocessors the matmul leaves to NCCL (strategy "signal", on GPUs; with 0 copy engines move
         in its place, where GPUs see each other's memory), or has only move tiles and rows while there are some to move
         (strategy "resident"; they come in pairs, so an odd number is rounded up; on CPU devices each pair is a worker).

@@ -35,12 +35,12 @@ class SpansDict(TypedDict):
     link_bytes: list[float]
     bin_us: float
 
-# cc/schedule/plan.h and few_rows.h
-SM90_TILES: tuple[tuple[int, int], ...]
+# cc/schedule/few_rows.h
 FEW_ROWS_MOST: int
 # cc/schedule/group_search.h
 SIGNAL_TILES: tuple[tuple[int, int], ...]
 
+def sm90_tiles(*, out_bytes: int, gated: bool = ...) -> tuple[tuple[int, int], ...]: ...
 def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
 def cuda_built() -> bool: ...
 def memory() -> list[tuple[str, int, int, int, list[int]]]: ...

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from . import _core, _signal, _strategy
+from . import _core, _obstacles, _signal, _strategy
 from ._config import TRANSPORTS, Config, resolve
 from ._request import geometry
 from ._strategy import Plan, Request
@@ -137,7 +137,7 @@ class Model:
             return Plan(**_signal.numbers(self.request, "sm90", self.shape, False, self.itemsize))
         made = _strategy.resident_plan if strategy == "resident" else _strategy.plan
         plan = made(self.request, self.x, self.w)
-        _check_plan(self.op, plan, self.m, self.gated)
+        _check_plan(self.request, plan, self.m)
         return plan
 
     def simulate(self, strategy: str, spans: bool = False) -> "tuple[Plan, _core.TimesDict, _core.SpansDict]":
@@ -212,17 +212,9 @@ def _machine(machine: Mapping[str, float] | None) -> dict[str, float]:
     return numbers
 
 
-def _check_plan(op: str, plan: Plan, m: int, gated: bool) -> None:
-    tile = (plan.tile_m, plan.tile_n)
-    if tile not in _core.SM90_TILES:
-        raise ValueError(
-            f"entwine_jax.cost_model: config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles "
-            f"{_core.SM90_TILES}"
-        )
-    if gated and plan.tile_m != 256:
-        raise ValueError(
-            f"entwine_jax.cost_model: config's tile_m={plan.tile_m}, but gated products have tiles of 256 rows"
-        )
+def _check_plan(request: Request, plan: Plan, m: int) -> None:
+    if obstacle := _obstacles.tile_obstacle(request, (plan.tile_m, plan.tile_n)):
+        raise ValueError(f"entwine_jax.cost_model: {obstacle}")
     if plan.few_rows and m > _core.FEW_ROWS_MOST:
         raise ValueError(
             f"entwine_jax.cost_model: config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not m={m}"

@@ -124,7 +124,7 @@ def from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered:
         if x is not None:
             dw = _reference.weight_gradient(x, dy, precision=precision)
     else:
-        to_dx = Request(OTHER[request.op], request.team, transpose, operand, precision, request.settings)
+        to_dx = gradient_request(request, operand)
         if w is not None and x is not None:
             dx, dw = gradients(to_dx, dy, w, x)
         elif w is not None:
@@ -136,6 +136,12 @@ def from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered:
     if dw is not None and request.transpose_w:
         dw = dw.T
     return None if dx is None else dx.astype(dtype), None if dw is None else dw.astype(dtype)
+
+
+def gradient_request(request: Request, operand: Any) -> Request:
+    """Of the op that gives the operands' gradients."""
+    transpose, precision, settings = not request.transpose_w, request.precision, request.settings
+    return Request(OTHER[request.op], request.team, transpose, operand, precision, settings)
 
 
 def of_every_rank(dy: jax.Array, x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:

@@ -46,14 +46,14 @@ def measured(request: Request, x: jax.Array, w: jax.Array) -> _tuned.Entry | Non
     few = not wants_tiles(request) and all_rows(request, sizes(request, x.shape, w.shape)) <= _core.FEW_ROWS_MOST
     target, plans = TARGETS[team.platform], (entry.plan, entry.resident_plan, entry.signal_plan)
     for strategy, plan in zip(OURS, plans, strict=True):
-        if plan is not None and not _fits(Plan(**plan), strategy, target, few):
+        if plan is not None and not _fits(request, Plan(**plan), strategy, target, few):
             return None
     return entry
 
 
-def _fits(plan: Plan, strategy: str, target: str, few: bool) -> bool:
+def _fits(request: Request, plan: Plan, strategy: str, target: str, few: bool) -> bool:
     """Whether a plan is one of the strategy's on the target; `few`: which has kernels for so few rows."""
-    tiles = _core.SIGNAL_TILES if strategy == "signal" else _core.SM90_TILES
+    tiles = _core.SIGNAL_TILES if strategy == "signal" else request.sm90_tiles
     if plan.target != target or (target == "sm90" and (plan.tile_m, plan.tile_n) not in tiles):
         return False
     if strategy == "fused":

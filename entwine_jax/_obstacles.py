@@ -105,13 +105,22 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
             )
     config = request.settings.config
     tile = (config.tile_m, config.tile_n)
-    if tile not in ((None, None), *_core.SM90_TILES):
-        return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_core.SM90_TILES}"
-    if request.gated and config.tile_m not in (None, 256):
-        return f"gated products have tiles of 256 rows, not config's tile_m={config.tile_m}"
+    if tile != (None, None) and (obstacle := tile_obstacle(request, tile)):
+        return obstacle
     if config.few_rows and all_rows(request, shape) > _core.FEW_ROWS_MOST:
         return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {all_rows(request, shape)}"
     return None
+
+
+def tile_obstacle(request: Request, tile: tuple[int | None, int | None]) -> str | None:
+    """Why a config's tile isn't one that the sm_90 kernels have."""
+    if tile in request.sm90_tiles:
+        return None
+    results = f"{'gated ' if request.gated else ''}{request.dtype} results"
+    return (
+        f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the tiles of the sm_90 kernels for {results}, "
+        f"{', '.join(map(str, request.sm90_tiles))}"
+    )
 
 
 def _padded(columns: int, multiple: int) -> int:

@@ -56,6 +56,11 @@ class Request:
         """Of each result."""
         return self.activation, *(activation for _, activation in self.others)
 
+    @property
+    def sm90_tiles(self) -> tuple[tuple[int, int], ...]:
+        """Those of the kernels that can take it."""
+        return _core.sm90_tiles(out_bytes=self.dtype.itemsize, gated=self.gated)
+
     def finished(self, biases: Sequence[bool], activations: Sequence[str | None]) -> "Request":
         """With these in place of its own."""
         (biased, activation), *others = zip(biases, activations, strict=True)

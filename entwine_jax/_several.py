@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _differentiable, _lowering, _operands, _reference, _strategy
-from ._differentiable import OTHER, of_every_rank, operand_dtype
+from ._differentiable import gradient_request, of_every_rank, operand_dtype
 from ._operands import Operands
 from ._strategy import Choice, Request
 
@@ -143,7 +143,7 @@ def products_backward(request: Request, choice: Choice, kept: Any, cotangents: A
         wanted = [i for i in live if wants[i].size]
         rows = rows.astype(operand) if rows.size else None
         if ws[0].size:
-            to_dx = _gradient_request(request, operand)
+            to_dx = gradient_request(request, operand)
             z = x.astype(operand) if wanted and rows is None else None
             given = [dys[i].astype(operand) for i in live], [ws[i].astype(operand) for i in live]
             dx, beside = add(dataclasses.replace(to_dx, gathers=z is not None), *given, z)
@@ -154,12 +154,6 @@ def products_backward(request: Request, choice: Choice, kept: Any, cotangents: A
         back = _reference.scatter(d_gathered, axis_name)
         dx = back if dx is None else dx + back
     return dx, (*dws,), (*dbiases,)
-
-
-def _gradient_request(request: Request, operand: Any) -> Request:
-    """Of the op that gives the operands' gradients."""
-    transpose = not request.transpose_w
-    return Request(OTHER[request.op], request.team, transpose, operand, request.precision, request.settings)
 
 
 def _weight_gradient(request: Request, x: Any, dy: Any, dtype: Any) -> Any:
@@ -225,7 +219,7 @@ def _sum_backward(request: Request, choice: Choice, kept: Any, cotangents: Any) 
                 _reference.matmul(rows, w, transpose_w=transpose, dtype=operand, precision=precision) for w in given
             ]
         elif wants_x:
-            to_dx = dataclasses.replace(_gradient_request(request, operand), gathers=bool(wants_w))
+            to_dx = dataclasses.replace(gradient_request(request, operand), gathers=bool(wants_w))
             made, rows = multiply(to_dx, dy, given, [None] * len(given), [None] * len(given))
         else:  # without a product to hide behind, the gather is XLA's own
             rows = _reference.gather(dy, axis_name)

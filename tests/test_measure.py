@@ -95,7 +95,7 @@ def test_candidates(op):
             assert len(set(names)) == len(plans), names
             assert any(plan.few_rows for plan in plans) == (not gathers)
             tiles = {(p.tile_m, p.tile_n) for p in plans if not p.few_rows}
-            assert tiles == {*entwine_jax._core.SM90_TILES}
+            assert tiles == {*entwine_jax._core.sm90_tiles(out_bytes=request.dtype.itemsize)}
             assert all(plan.raster * plan.tile_m >= 256 and plan.lead >= 1 for plan in plans)
             assert {p.transport for p in plans} == ({"pull"} if op == OPS[0] else {"pull", "push"})
             assert bool(numbers) != few

@@ -139,7 +139,7 @@ def choose(op=SCATTER, strategy="resident", m=8192, n=8192, k=3584, config=None,
 def test_plans_on_gpus(op, monkeypatch):
     request, choice = choose(op)
     assert choice.strategy == choice.plan.strategy == "resident" and choice.plan.target == "sm90"
-    assert (choice.plan.tile_m, choice.plan.tile_n) in _core.SM90_TILES and 2 * choice.plan.movers in (
+    assert (choice.plan.tile_m, choice.plan.tile_n) in _core.sm90_tiles(out_bytes=2) and 2 * choice.plan.movers in (
         2,
         4,
         6,

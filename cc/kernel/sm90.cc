@@ -71,11 +71,19 @@ uint32_t clusters_of(Call const& call) {
 
 std::string unsupported(Call const& call) {
   Geometry const& g = call.geometry;
-  if (!schedule::is_sm90_tile(g.tile_m, g.tile_n))
-    return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) +
-           ": the sm_90 kernels have tiles of 256 x 256, 256 x 128 and 128 x 128; use one of these or leave both unset";
-  if (call.products.gated && (g.tile_m != 256 || is_float8(call.operands)))
-    return "gated products have tiles of 256 rows and 16-bit operands: leave tile_m and tile_n unset, and cast float8 operands";
+  uint64_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands);
+  auto has = [&](schedule::TileShape tile) {
+    return schedule::is_sm90_tile(tile, static_cast<uint32_t>(out), call.products.gated);
+  };
+  if (!has({g.tile_m, g.tile_n})) {
+    std::string tiles;
+    for (schedule::TileShape tile : schedule::kSm90Tiles)
+      if (has(tile)) tiles += (tiles.empty() ? "" : ", ") + std::to_string(tile.m) + " x " + std::to_string(tile.n);
+    return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) + ": the sm_90 kernels of " +
+           (call.products.gated ? "gated products" : schedule::op_name(call.op)) + (out == 4 ? " in float32" : "") +
+           " have tiles of " + tiles + "; use one of these or leave both unset";
+  }
+  if (call.products.gated && is_float8(call.operands)) return "gated products have 16-bit operands: cast float8 ones";
   auto pitch = [](char const* what, uint64_t bytes) {
     return std::string("rows of ") + what + " are " + std::to_string(bytes) +
            " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
@@ -88,7 +96,6 @@ std::string unsupported(Call const& call) {
   if (is_float8(call.operands) && !call.transposed_w) return "8-bit operands: w must be stored transposed, (n, k)";
   if (call.plan.form == schedule::Form::kFewRows && call.products.count > 1)
     return "config few_rows: these kernels take one product; leave it unset";
-  uint64_t out = call.float_out ? 4 : 2, in = operand_bytes(call.operands);
   for (uint32_t i = 0; i < call.products.count; ++i) {
     uint64_t n = columns(call, i), k = contraction(call, i);
     if (k * in % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", k * in);
@@ -110,6 +117,7 @@ cudaError_t load_kernels() {
         for (bool float_out : {false, true})
           for (bool traced : {false, true})
             for (schedule::TileShape tile : schedule::kSm90Tiles) {
+              if (!schedule::is_sm90_tile(tile, float_out ? 4 : 2)) continue;
               int shared_bytes = 0;
               Variant variant{tile.m, tile.n, operands, transposed_w, float_out, traced};
               Kernel kernel = pick_kernel(op, variant, &shared_bytes);

@@ -99,12 +99,18 @@ uint64_t arena_bytes(std::string const& op, uint32_t ranks, uint32_t batch, uint
   return exactly(ranks, demand).bytes();
 }
 
+nb::tuple sm90_tiles(uint32_t out_bytes, bool gated) {
+  nb::list tiles;
+  for (TileShape tile : kSm90Tiles)
+    if (is_sm90_tile(tile, out_bytes, gated)) tiles.append(nb::make_tuple(tile.m, tile.n));
+  return nb::tuple(tiles);
+}
+
 }  // namespace
 
 void define_schedule(nb::module_& m) {
-  nb::list tiles;
-  for (TileShape tile : kSm90Tiles) tiles.append(nb::make_tuple(tile.m, tile.n));
-  m.attr("SM90_TILES") = nb::tuple(tiles);
+  m.def("sm90_tiles", &sm90_tiles, nb::kw_only(), "out_bytes"_a, "gated"_a = false,
+        "The tiles of a cluster, (m, n), that the sm_90 kernels with such results are built for.");
   m.attr("FEW_ROWS_MOST") = kFewRowsMost;
   m.def("make_plan", &plan, "op"_a, "target"_a, nb::kw_only(), "ranks"_a, "batch"_a, "m_shard"_a, "n"_a, "k"_a, "missing"_a = 0,
         "out_bytes"_a, "in_bytes"_a = 2, "gated"_a = false,

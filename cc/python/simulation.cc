@@ -81,7 +81,7 @@ std::pair<nb::dict, nb::dict> simulate_fused(std::string const& op, nb::dict con
          nb::cast<bool>(plan["few_rows"]) ? Form::kFewRows : Form::kTiles,
          number("copiers"),
          number("movers")};
-  if (!is_sm90_tile(p.tile_m, p.tile_n) || p.raster < 1) throw std::invalid_argument("the plan is not of sm_90");
+  if (!is_sm90_tile({p.tile_m, p.tile_n}, out_bytes) || p.raster < 1) throw std::invalid_argument("the plan is not of sm_90");
   simulate::Spans spans;
   simulate::Times times = simulate::fused(op_of(op), g, p, out_bytes, in_bytes, machine_of(machine), wanted ? &spans : nullptr);
   return {times_of(times), dict_of(spans)};

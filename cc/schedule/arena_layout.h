@@ -30,8 +30,12 @@ struct ArenaDemand {
 ENTWINE_HOST_DEVICE constexpr uint64_t chunk_bytes(Geometry const& g, uint32_t element_bytes) {
   return uint64_t(g.batch) * g.m_shard * g.k * element_bytes;
 }
+// A tile travels as whole images of 64 columns where it has more than two (tile_parts.h).
+ENTWINE_HOST_DEVICE constexpr uint64_t staged_elements(Geometry const& g) {
+  return g.tile_m * (g.tile_n > 128 ? round_up(g.tile_n, 64) : g.tile_n);
+}
 ENTWINE_HOST_DEVICE constexpr uint64_t partials_bytes(Geometry const& g, uint32_t element_bytes) {
-  return uint64_t(g.chunk_tiles()) * g.tile_m * g.tile_n * element_bytes;
+  return g.chunk_tiles() * staged_elements(g) * element_bytes;
 }
 
 // Where the finished tiles of an all-reduce begin in a half.

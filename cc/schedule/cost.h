@@ -29,7 +29,10 @@ struct TileCost {
 };
 constexpr TileCost tile_cost(uint32_t tile_m, uint32_t tile_n) {
   if (tile_m == 128) return {0.27, 1.5, 1.15e6};
-  if (tile_n == 128) return {0.41, 2.0, 0.68e6};
+  if (tile_n == 128) return {0.395, 2.0, 0.68e6};
+  if (tile_n == 160) return {0.485, 2.2, 0.7e6};
+  if (tile_n == 192) return {0.567, 2.3, 0.72e6};
+  if (tile_n == 224) return {0.66, 2.4, 0.75e6};
   return {2.0 * 256 * 256 * 64 / (kSm90FlopsPerSecond * 1e-6 / kSm90Clusters), 2.5, 0.75e6};
 }
 
@@ -65,7 +68,7 @@ constexpr double resident_us(Op op, Geometry const& g, double out_bytes, uint32_
   TileCost tile = tile_cost(g.tile_m, g.tile_n);
   double tile_us = tile.rest_us + ceil_div(g.k * in_bytes, 128) * tile.k_block_us, tiles = g.tiles();
   bool gather = op == Op::kAllGatherMatmul;
-  double job_bytes = gather ? kMoverUnitBytes : double(g.tile_m) * g.tile_n * out_bytes;
+  double job_bytes = gather ? kMoverUnitBytes : double(staged_elements(g)) * out_bytes;
   double rate = 2 * movers * job_bytes / (job_bytes / kMoverBytesPerUs + kMoverJobUs);
   if (rate > kLinkBytesPerUs) rate = kLinkBytesPerUs;
   double clusters = double(kSm90Clusters) - movers;

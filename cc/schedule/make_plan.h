@@ -7,16 +7,18 @@
 
 namespace entwine::schedule {
 
-// The tile that cost.h predicts to be the fastest for these sizes. Gated products need both halves of a tile in one consumer.
+// The tile that cost.h predicts to be the fastest for these sizes; one that isn't clearly faster than a larger one isn't taken,
+// since large calls are limited by power, and the larger a tile the fewer bytes it reads.
+constexpr double kClearlyFaster = 0.98;
 constexpr TileShape pick_sm90_tile(Op op, Geometry g, uint32_t out_bytes, uint32_t in_bytes, bool gated = false) {
   TileShape best = kSm90Tiles[0];
   double best_us = 0;
   for (TileShape tile : kSm90Tiles) {
-    if (gated && tile.m != 256) continue;
+    if (!is_sm90_tile(tile, out_bytes, gated)) continue;
     g.tile_m = tile.m;
     g.tile_n = tile.n;
     double us = cost::fused_us(op, g, out_bytes, in_bytes);
-    if (best_us == 0 || us < best_us) {
+    if (best_us == 0 || us < kClearlyFaster * best_us) {
       best = tile;
       best_us = us;
     }
@@ -85,17 +87,19 @@ constexpr ResidentChoice make_resident_plan(Op op, Target target, Geometry g, ui
     return {plan, 0};
   }
   ResidentChoice best{};
-  for (TileShape tile : kSm90Tiles)
+  for (TileShape tile : kSm90Tiles) {
+    if (!is_sm90_tile(tile, out_bytes, gated)) continue;
+    g.tile_m = tile.m;
+    g.tile_n = tile.n;
     for (uint32_t sms : kMoverSms) {
-      if (gated && tile.m != 256) continue;
-      g.tile_m = tile.m;
-      g.tile_n = tile.n;
       double us = cost::resident_us(op, g, out_bytes, in_bytes, sms / 2);
-      if (best.us != 0 && us >= best.us) continue;
+      bool another = best.plan.tile_m != tile.m || best.plan.tile_n != tile.n;
+      if (best.us != 0 && us >= (another ? kClearlyFaster : 1) * best.us) continue;
       best = {plan_of_tile(op, g, tile, out_bytes, in_bytes, gated), us};
       best.plan.form = Form::kTiles;
       best.plan.movers = sms / 2;
     }
+  }
   // Partial sums come by way of a mover: as far ahead of their use as by pull, in waves of fewer clusters.
   uint32_t clusters = kSm90Clusters - best.plan.movers;
   if (op == Op::kMatmulReduceScatter && best.plan.lead < kSm90Clusters) best.plan.lead = larger(58, g.ranks - 1);

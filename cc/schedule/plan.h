@@ -34,15 +34,21 @@ struct Plan {
   uint32_t movers = 0;
 };
 
-// sm_90: the tiles of a cluster that the kernels are built for. The first one multiplies fastest; the others fill the GPU with
-// fewer rows and columns.
+// sm_90: the tiles of a cluster that the kernels are built for. The first one multiplies fastest; the next ones fill the GPU
+// with whole waves where it makes a wave and a bit, 160 of columns like 5120 = 32 x 160; the last two do with fewer rows and
+// columns.
 struct TileShape {
   uint32_t m, n;
 };
-constexpr TileShape kSm90Tiles[] = {{256, 256}, {256, 128}, {128, 128}};
-constexpr bool is_sm90_tile(uint32_t m, uint32_t n) {
-  for (TileShape tile : kSm90Tiles)
-    if (tile.m == m && tile.n == n) return true;
+constexpr TileShape kSm90Tiles[] = {{256, 256}, {256, 224}, {256, 192}, {256, 160}, {256, 128}, {128, 128}};
+// Whether there are kernels of that tile for results of so many bytes: for float32 only those that results of few rows or
+// columns need, to have fewer kernels. Gated products have both halves of a tile in one consumer, each in whole panels of 64
+// columns.
+constexpr bool is_sm90_tile(TileShape tile, uint32_t out_bytes, bool gated = false) {
+  if (gated && tile.m != 256) return false;
+  if (tile.n % 128 != 0 && (gated || out_bytes != 2)) return false;
+  for (TileShape each : kSm90Tiles)
+    if (each.m == tile.m && each.n == tile.n) return true;
   return false;
 }
 constexpr uint32_t kSm90Clusters = 66, kSm90Parts = 4;

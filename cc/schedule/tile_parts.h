@@ -21,6 +21,13 @@ struct TileParts {
   ENTWINE_HOST_DEVICE constexpr uint32_t col(uint32_t part) const { return stacked() ? 0 : part % 2 * cols(); }
 };
 
+// The column of a part at which an image of it begins. Where images don't divide the columns, the last one repeats some of
+// those of the one before it, so that all are loaded, sent and stored alike.
+ENTWINE_HOST_DEVICE constexpr uint32_t image_begin(uint32_t cols, uint32_t image_cols, uint32_t image) {
+  uint32_t begin = image * image_cols;
+  return cols % image_cols != 0 && begin + image_cols > cols ? cols - image_cols : begin;
+}
+
 // All-reduce: what of a part is inside y (rows x n): its first row and column there, and how many of its images, `image_cols`
 // columns each, have a column. None, if no row of the part is in its chunk and in y.
 struct PartInside {
@@ -31,7 +38,7 @@ ENTWINE_HOST_DEVICE constexpr PartInside part_inside(TileParts const& parts, Til
   uint32_t in_chunk = t.row * parts.tile.m + parts.row(part);
   uint32_t row = t.owner * m_shard + in_chunk, col = t.col * parts.tile.n + parts.col(part);
   bool out = in_chunk >= m_shard || row >= rows || col >= n;
-  return {row, col, out ? 0 : smaller(parts.cols(), n - col + image_cols - 1) / image_cols};
+  return {row, col, out ? 0 : ceil_div(smaller(parts.cols(), n - col), image_cols)};
 }
 
 }  // namespace entwine::schedule

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <queue>
 #include <utility>
@@ -42,15 +43,15 @@ class Tiles {
         movers_(std::min(plan.movers, schedule::kSm90Clusters - 1)),
         pushes_(g, pushers(), movers_ != 0 ? machine.mover_bytes_per_us : machine.pusher_bytes_per_us, in_bytes, machine, link_,
                 spans, [this](uint32_t pusher) { return movers_ != 0 ? mover_cluster(pusher) : pusher; }),
-        tile_bytes_(out_bytes * g.tile_m * g.tile_n) {
+        tile_bytes_(out_bytes * schedule::staged_elements(g)) {
     schedule::cost::TileCost cost = schedule::cost::tile_cost(g.tile_m, g.tile_n);
     double slower = schedule::kSm90FlopsPerSecond * 1e-6 / machine.flops_per_us;
     k_block_us_ = cost.k_block_us * slower;
     k_blocks_ = schedule::ceil_div(static_cast<uint32_t>(g.k * in_bytes), 128);
     rest_us_ = cost.rest_us;
     bool stacked = g.tile_m == 256;
-    buffers_ = gather_ || !stacked ? 2 : 4;
-    images_ = std::max(1.0, (stacked ? g.tile_n : g.tile_n / 2) * out_bytes / 128);
+    buffers_ = gather_ || !stacked ? 2 : g.tile_n <= 192 ? 3 : 4;
+    images_ = std::max(1.0, std::ceil((stacked ? g.tile_n : g.tile_n / 2) * out_bytes / 128));
     least_us_ = g.m_shard < g.tile_m ? in_bytes * g.n * g.k / cost.stream : 0;
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <random>
 #include <vector>
@@ -162,7 +163,7 @@ inline Input good(Random& random) {
   in.has_z = in.has_whole && !gather;
   std::vector<int64_t> const& chunk = gather ? in.x : in.z;
   in.whole = {chunk[0], chunk[1] * team, chunk[2]};
-  auto tile = schedule::kSm90Tiles[random.below(3)];
+  auto tile = schedule::kSm90Tiles[random.below(std::size(schedule::kSm90Tiles))];
   a.tile_m = host ? random.from(1, 64) : tile.m;
   a.tile_n = host ? random.from(1, 64) : tile.n;
   a.raster = random.from(1, 9);

@@ -23,7 +23,8 @@ class Safety {
     uint32_t size = uint32_t(ffi::ByteWidth(p_.in)), out = p_.out == ffi::F32 ? 4 : 2;
     uint32_t parts = in_.target == Target::kHost ? schedule::kHostParts : schedule::kSm90Parts;
     bool kernel = in_.target == Target::kSm90;
-    if (kernel && !schedule::is_sm90_tile(g_.tile_m, g_.tile_n)) return why_;  // kernel/sm90.cc refuses those
+    if (kernel && !schedule::is_sm90_tile({g_.tile_m, g_.tile_n}, out, p_.products.gated))
+      return why_;  // kernel/sm90.cc refuses those
     // What it refuses or never runs as few rows is not looked at as few rows.
     bool few = kernel && p_.plan.form == schedule::Form::kFewRows && schedule::are_few_rows(p_.op, g_) && !in_.has_whole &&
                p_.products.count == 1;
@@ -123,9 +124,11 @@ class Safety {
     }
   }
 
+  // Elements of a tile as it travels: images of 64 columns.
+  Wide staged() const { return Wide(g_.tile_m) * (g_.tile_n > 128 ? (Wide(g_.tile_n) + 63) / 64 * 64 : g_.tile_n); }
   Wide tiles_bytes(uint32_t element) const {
     Wide chunk = p_.op == Op::kAllGatherMatmul ? Wide(g_.batch) * g_.m_shard * g_.k * element
-                                               : Wide(g_.batch) * g_.row_blocks() * g_.cols() * g_.tile_m * g_.tile_n * element;
+                                               : Wide(g_.batch) * g_.row_blocks() * g_.cols() * staged() * element;
     Wide beside = p_.op == Op::kMatmulReduceScatter ? chunk_of(p_.gathering) : 0;
     return (chunk * (p_.op == Op::kMatmulAllReduce ? 2 : 1) + beside) * (g_.ranks - 1);
   }
@@ -134,7 +137,7 @@ class Safety {
     Wide sets = p_.op == Op::kAllGatherMatmul ? 0 : p_.op == Op::kMatmulAllReduce ? g_.ranks : g_.ranks - 1;
     Wide tiles = tiles_ / g_.ranks, flags = sets * tiles * parts, all = words(parts);
     arena(schedule::arena_demand(p_.op, g_, parts, element, p_.gathering, true),
-          tiles_bytes(element) + sets * tiles * g_.tile_m * g_.tile_n * element, flags < all ? all : flags);
+          tiles_bytes(element) + sets * tiles * staged() * element, flags < all ? all : flags);
     Wide at = schedule::outgoing_offset(p_.op, g_, element, p_.gathering);
     expect(at >= tiles_bytes(element) && at <= tiles_bytes(element) + 4096, "where outgoing tiles begin");
     schedule::MoveOrder order{
@@ -223,7 +226,7 @@ class Safety {
     if (!why_.empty()) return;
     schedule::Plan plan = schedule::make_plan(p_.op, in_.target, g_, out);
     expect(plan.raster >= 1 && plan.pushers >= 1 && plan.copiers >= 1 && plan.lead + 1 >= g_.ranks, "make_plan");
-    expect(in_.target == Target::kHost || schedule::is_sm90_tile(plan.tile_m, plan.tile_n), "make_plan's tile");
+    expect(in_.target == Target::kHost || schedule::is_sm90_tile({plan.tile_m, plan.tile_n}, out), "make_plan's tile");
     for (bool tiles_only : {false, true}) {
       schedule::Prediction us = schedule::predict(p_.op, g_, out, tiles_only);
       expect(us.fused_us > 0 && us.fused_us < 1e30 && us.xla_us > 0 && us.xla_us < 1e30, "predict");

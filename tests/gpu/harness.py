@@ -20,9 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import entwine_jax
+from entwine_jax import _core
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OPS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+# Of 16-bit results, and of float32.
+TILES, FLOAT32_TILES = (_core.sm90_tiles(out_bytes=each) for each in (2, 4))
 AXIS = "t"
 
 # Integers up to here are bfloat16 numbers.

@@ -11,8 +11,10 @@ from harness import (
     ALL_GATHER,
     ALL_REDUCE,
     AXIS,
+    FLOAT32_TILES,
     OPS,
     REDUCE_SCATTER,
+    TILES,
     Case,
     assert_close,
     assert_shards_equal,
@@ -79,9 +81,9 @@ def test_few_rows(op, dtype, few_rows):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("tile", [(256, 256), (256, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize(
-    "dtype, transpose_w", [(jnp.bfloat16, False), (jnp.float32, True)], ids=["bfloat16", "float32, n by k"]
+    "tile, dtype, transpose_w",
+    [(tile, jnp.bfloat16, False) for tile in TILES] + [(tile, jnp.float32, True) for tile in FLOAT32_TILES],
 )
 def test_tiles(op, tile, dtype, transpose_w):
     """Both ways in which partial sums travel."""

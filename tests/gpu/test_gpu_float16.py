@@ -10,6 +10,7 @@ from harness import (
     ALL_GATHER,
     AXIS,
     OPS,
+    TILES,
     Case,
     assert_close,
     assert_equal,
@@ -46,7 +47,7 @@ def test_ragged(op, dtype):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("tile", [(256, 256), (256, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles(op, tile):
     check(Case(op, 300, 1032, 520), config=Config(tile_m=tile[0], tile_n=tile[1]))
 

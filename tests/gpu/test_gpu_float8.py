@@ -13,6 +13,7 @@ from harness import (
     AXIS,
     OPS,
     REDUCE_SCATTER,
+    TILES,
     Case,
     assert_close,
     assert_shards_equal,
@@ -68,7 +69,7 @@ def test_ragged(op, x_dtype, dtype):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("tile", [(256, 256), (256, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles(op, tile):
     check(Case(op, 300, 1032, 528), config=Config(tile_m=tile[0], tile_n=tile[1]))
 

@@ -8,7 +8,6 @@ import random
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 KINDS = ("one", "independent", "chain", "chain", "loop", "gradient")
@@ -21,7 +20,7 @@ class Machine:
     platform: str  # "cpu" or "gpu"
     devices: int
     types: tuple[tuple[str, str], ...]  # (of operands, of results) that strategy "fused" takes
-    tiles: tuple[tuple[int, int], ...]
+    tiles: dict[tuple[int, bool], tuple[tuple[int, int], ...]]  # by bytes of a result, and whether it is gated
     few_rows: int  # the most that the kernels for few rows take, 0 without them
     timeout_s: float
 
@@ -111,7 +110,7 @@ def program(machine: Machine, rng: random.Random) -> Program:
     # Those have no gradient; one of float16 with a float32 cotangent is a product of float32, which no kernel takes.
     no_gradient = float8 or (machine.platform == "gpu" and (dtype, result) == ("float16", "float32"))
     kind = rng.choice([kind for kind in KINDS if not (no_gradient and kind == "gradient")])
-    draw = _Calls(machine, rng, ranks, np.dtype(jnp.dtype(dtype)).itemsize, float8)
+    draw = _Calls(machine, rng, ranks, jnp.dtype(dtype).itemsize, jnp.dtype(result).itemsize, float8)
     batch = _batch(rng, shape[names.index(other)] if other else 1, bool(other))
     turns = 1
     if kind in ("one", "gradient"):
@@ -152,8 +151,10 @@ def _batch(rng: random.Random, multiple: int, led: bool) -> tuple[int, ...]:
 
 
 class _Calls:
-    def __init__(self, machine: Machine, rng: random.Random, ranks: int, itemsize: int, float8: bool) -> None:
-        self.machine, self.rng, self.ranks, self.float8 = machine, rng, ranks, float8
+    def __init__(
+        self, machine: Machine, rng: random.Random, ranks: int, itemsize: int, out_bytes: int, float8: bool
+    ) -> None:
+        self.machine, self.rng, self.ranks, self.out_bytes, self.float8 = machine, rng, ranks, out_bytes, float8
         self.gpu = machine.platform == "gpu"
         self.unit = 16 // itemsize if self.gpu else 1  # of row lengths
 
@@ -229,8 +230,7 @@ class _Calls:
             few = not tiled and math.prod(batch) * (self.ranks * m_shard - odd) <= self.machine.few_rows
             config["few_rows"] = rng.choice([True, False]) if few else False
         if rng.random() < 0.5:
-            tiles = [tile for tile in self.machine.tiles if not (self.gpu and gated and tile[0] != 256)]
-            config["tile_m"], config["tile_n"] = rng.choice(tiles)
+            config["tile_m"], config["tile_n"] = rng.choice(self.machine.tiles[self.out_bytes, gated])
         config["timeout_s"] = self.machine.timeout_s
         if not self.gpu:
             config["workers"] = rng.randint(1, 3)

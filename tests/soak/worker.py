@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import json
 import math
 import os
@@ -53,13 +54,14 @@ def machine(timeout_s: float) -> draw.Machine:
     gpu = jax.default_backend() == "gpu"
     if len(jax.devices()) < 2:
         raise SystemExit("the soak test needs two devices: --platform cpu has eight virtual ones")
-    tiles = _core.SM90_TILES if gpu else [(8, 8), (7, 5), (16, 64), (128, 128)]
+    small = (8, 8), (7, 5), (16, 64), (128, 128)
+    calls = itertools.product((2, 4), (False, True))
     pairs = [(a, b) for a in DTYPES for b in DTYPES]
     return draw.Machine(
         platform="gpu" if gpu else "cpu",
         devices=len(jax.devices()),
         types=tuple(pair for pair in pairs if takes(*pair)),
-        tiles=tuple((m, n) for m, n in tiles),
+        tiles={(out, gated): _core.sm90_tiles(out_bytes=out, gated=gated) if gpu else small for out, gated in calls},
         few_rows=_core.FEW_ROWS_MOST if gpu else 0,
         timeout_s=timeout_s,
     )

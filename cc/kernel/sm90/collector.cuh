@@ -78,7 +78,7 @@ class Collector {
       ptx::bulk_load(cta_.shared.piece(slot), from + image * kImageBytes, kImageBytes, cta_.shared.piece_loaded(slot));
       if (stored_ < loaded_) store();
       ++loaded_;
-      col_ = there.col + image * C::kImageCols;
+      col_ = there.col + C::image_begin(image);
       row_ = there.row;
     }
   }

@@ -9,6 +9,7 @@
 #include "kernel/sm90/arena_view.cuh"
 #include "kernel/sm90/params.h"
 #include "kernel/sm90/shape.h"
+#include "schedule/tile_parts.h"
 
 namespace entwine::sm90 {
 
@@ -32,20 +33,32 @@ struct Config {
   static_assert(kTransposedW || !kFloat8, "8-bit operands are contiguous in k");
   static constexpr bool kFloatOut = kFloatOut_;
   // Whether a launch may be gated (schedule/products.h): the first half of a thread's accumulators is gate then, the second up.
-  static constexpr bool kGates = kGather && kStacked && !kFloat8;
+  static constexpr bool kGates = kGather && kStacked && !kFloat8 && kTileN % 128 == 0;
   using Pair =
       std::conditional_t<kOperands == Operands::kF16, ptx::F16Pair, ptx::Bf16Pair>;  // of the result, if it isn't float32
   static constexpr bool kTraced = kTraced_;                                          // takes notes: tracer.cuh
 
+  // w as (k, n) is loaded in panels of 64 columns, half of them by the first CTA: of the last one, tiles of 224 and 160 use
+  // half.
+  static constexpr int kPanels = (kTileN + 63) / 64;
+  static constexpr int kABytes = kCtaM * kBlockBytes;
+  static constexpr int kBBytes = (kTransposedW ? int(kTileN) : kPanels * 64) * kBlockBytes;
+  static constexpr int kStageBytes = kABytes + kBBytes;
   // Large tiles: three stages are as fast as four. The rest of shared memory holds partials in flight, the pusher's or the
-  // collector's ring. Small tiles wait for memory rather than for the tensor cores: the more bytes in flight the better.
-  static constexpr int kStages = kStacked ? (kTileN == 256 ? 3 : 4) : (kGather ? 6 : 7);
-  static constexpr int kABytes = kCtaM * kBlockBytes, kBBytes = kTileN * kBlockBytes, kStageBytes = kABytes + kBBytes;
-  static constexpr int kBuffers = kGather || !kStacked ? 2 : 4;  // C buffers of a warpgroup
+  // collector's ring. The smaller a tile the more it waits for loads rather than for the tensor cores: what is in flight counts
+  // for more than that rest (a stage more: k blocks of 160 columns in 0.50 us rather than 0.58, of 192 in 0.59 for 0.61).
+  static constexpr bool kNarrow = kStacked && kTileN <= 192;
+  static constexpr int kStages = kNarrow ? (kTileN > 128 ? 4 : 5) : kStacked ? 3 : kGather ? 6 : 7;
+  static constexpr int kBuffers = kGather || !kStacked ? 2 : kNarrow ? 3 : 4;  // C buffers of a warpgroup
+  static constexpr int kPieces = !kGather ? 2 : kNarrow ? 4 : 6;               // in that ring
+
   static constexpr int kImageCols = kFloatOut ? 32 : 64;
-  static constexpr int kImages = kConsumerN / kImageCols;  // images in a warpgroup's part of a tile
+  static constexpr int kImages = (kConsumerN + kImageCols - 1) / kImageCols;  // images in a warpgroup's part of a tile
   static constexpr int kPartBytes = kImages * kImageBytes;
-  static constexpr int kPieces = kGather ? 6 : 2;  // pieces in that ring
+  // The column at which an image begins: the last one may repeat some of those of the one before it.
+  ENTWINE_HOST_DEVICE static constexpr uint32_t image_begin(uint32_t image) {
+    return schedule::image_begin(kConsumerN, kImageCols, image);
+  }
 };
 
 // Offsets into shared memory, from a 1024-byte-aligned base.

@@ -22,10 +22,12 @@ template <class C>
 struct Image {
   static constexpr int kValues = C::kImageCols / 2;
 
+  // All but the first kRepeated, which an earlier image has had.
+  template <int kRepeated>
   static __device__ __forceinline__ void add(uint32_t image, float* acc, uint32_t warp, uint32_t lane) {
     if constexpr (C::kFloatOut) {
 #pragma unroll
-      for (int j = 0; j < kValues / 4; ++j)
+      for (int j = kRepeated / 4; j < kValues / 4; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float a, b;
@@ -35,7 +37,7 @@ struct Image {
         }
     } else {
 #pragma unroll
-      for (int j = 0; j < kValues / 8; ++j) {
+      for (int j = kRepeated / 8; j < kValues / 8; ++j) {
         uint32_t r[4];
         ptx::ldmatrix_x4(address(image, j, 0, warp, lane), r);
 #pragma unroll
@@ -162,17 +164,18 @@ class Consumer {
     return epilogue().bias != nullptr || (gated() && cta_.params.epilogue[1].bias != nullptr);
   }
 
-  // Bias and activation of one image, whose sums are whole.
+  // Bias and activation of one image, whose sums are whole: of those of its columns that no earlier image has.
   template <int kImage>
   __device__ __forceinline__ void finish() {
-    constexpr int kValues = Image<C>::kValues, kUp = kImage + C::kImages / 2;
-    float* values = acc_ + kImage * kValues;
-    if (biased()) bias_.template add<kImage, kValues / 4>(values, lane_);
+    constexpr int kFirst = kImage * Image<C>::kValues, kLeft = C::kAccumulators - kFirst;
+    constexpr int kValues = kLeft < Image<C>::kValues ? kLeft : Image<C>::kValues, kUp = kFirst + C::kAccumulators / 2;
+    float* values = acc_ + kFirst;
+    if (biased()) bias_.template add<kFirst / 4, kValues / 4>(values, lane_);
     activate<kValues>(epilogue(), values);
-    if constexpr (C::kGates && kUp < C::kImages)
+    if constexpr (C::kGates && kUp < C::kAccumulators)
       if (gated()) {  // by the same elements of up
-        float* ups = acc_ + kUp * kValues;
-        if (biased()) bias_.template add<kUp, kValues / 4>(ups, lane_);
+        float* ups = acc_ + kUp;
+        if (biased()) bias_.template add<kUp / 4, kValues / 4>(ups, lane_);
 #pragma unroll
         for (int i = 0; i < kValues; ++i) values[i] *= ups[i];
       }
@@ -183,13 +186,14 @@ class Consumer {
   template <int kImage = 0>
   __device__ __forceinline__ void store(bool own) {
     Shared<C> const& shared = cta_.shared;
-    float* values = acc_ + kImage * Image<C>::kValues;
+    constexpr int kBegin = C::image_begin(kImage) / 2, kRepeated = kImage * Image<C>::kValues - kBegin;
+    float* values = acc_ + kBegin;
     uint32_t buffer = used_ % C::kBuffers;
     if constexpr (C::kGather) finish<kImage>();  // before the wait, which that may make shorter
     ptx::mbarrier_wait(shared.buffer_ready(index_, buffer), (used_ / C::kBuffers) & 1);
     if (!C::kGather && own) {
       for (uint32_t partial = 1;; ++partial) {  // in rank order; the last one's buffer takes the result
-        Image<C>::add(shared.image(index_, buffer), values, warp_, lane_);
+        Image<C>::template add<kRepeated>(shared.image(index_, buffer), values, warp_, lane_);
         if (partial == cta_.params.ranks - 1) break;
         ptx::mbarrier_arrive(shared.buffer_done(index_, buffer));
         buffer = ++used_ % C::kBuffers;

@@ -85,12 +85,12 @@ class ColumnBias {
     load<true>(second ? up.bias : gate.bias, column - (second ? C::kConsumerN / 2 : 0), n, lane);
   }
 
-  // To an image of the accumulators, which has kGroups groups of eight columns, if there is a bias.
-  template <int kImage, int kGroups>
+  // To accumulators of kGroups groups of eight columns, from group kFirst on, if there is a bias.
+  template <int kFirst, int kGroups>
   __device__ __forceinline__ void add(float* values, uint32_t lane) const {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
-      int group = kImage * kGroups + j;
+      int group = kFirst + j;
       uint32_t holder = group / kPairs * 4 + lane % 4;
       float first = __shfl_sync(~0u, first_[group % kPairs], holder),
             second = __shfl_sync(~0u, second_[group % kPairs], holder);
@@ -113,7 +113,7 @@ class ColumnBias {
     }
   }
 
-  static constexpr int kPairs = C::kConsumerN / 64;
+  static constexpr int kPairs = (C::kConsumerN + 63) / 64;
   float first_[kPairs], second_[kPairs];
 };
 

@@ -71,8 +71,9 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
         uint32_t half = cta.rank_in_cluster * (C::kTileN / 2);
         ptx::tma_load_2d(w, shared.b(stage) + half * kBlockBytes, shared.full(stage), depth, col + half, kBoth);
       } else {
-        constexpr uint32_t kPanels = C::kTileN / 128;  // of 64 columns
-        for (uint32_t panel = cta.rank_in_cluster * kPanels; panel < (cta.rank_in_cluster + 1) * kPanels; ++panel)
+        constexpr uint32_t kFirsts = (C::kPanels + 1) / kCtas;
+        uint32_t begin = cta.rank_in_cluster == 0 ? 0 : kFirsts, end = cta.rank_in_cluster == 0 ? kFirsts : C::kPanels;
+        for (uint32_t panel = begin; panel < end; ++panel)
           ptx::tma_load_2d(w, shared.b(stage) + panel * kImageBytes, shared.full(stage), col + panel * 64, depth, kBoth);
       }
       if (++stage == C::kStages) {

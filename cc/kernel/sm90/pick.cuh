@@ -21,6 +21,11 @@ auto pick(Variant const& v, Use use) {
 template <schedule::Op kOp, Operands kOperands, bool kFloatOut, class Use>
 auto pick(Variant const& v, Use use) {
   if (v.tile_m == 128) return pick<kOp, 128, 128, kOperands, kFloatOut>(v, use);
+  if constexpr (!kFloatOut) {
+    if (v.tile_n == 224) return pick<kOp, 256, 224, kOperands, kFloatOut>(v, use);
+    if (v.tile_n == 192) return pick<kOp, 256, 192, kOperands, kFloatOut>(v, use);
+    if (v.tile_n == 160) return pick<kOp, 256, 160, kOperands, kFloatOut>(v, use);
+  }
   return v.tile_n == 128 ? pick<kOp, 256, 128, kOperands, kFloatOut>(v, use)
                          : pick<kOp, 256, 256, kOperands, kFloatOut>(v, use);
 }

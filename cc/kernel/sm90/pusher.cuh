@@ -44,10 +44,10 @@ class Pusher {
 
  private:
   static constexpr uint32_t kPieces = C::kPieces, kAhead = kPieces / 2;  // loads run `kAhead` pieces before stores
-  // A unit goes through the ring an even number of times, so that its pieces' slots and parities are known when this is
-  // compiled: one thread's instructions, some hundred a piece, are what bounds the rate.
-  static constexpr uint32_t kUnitPieces = kUnitBytes / kPieceBytes;
-  static_assert(kUnitPieces % (2 * kPieces) == 0, "every unit begins with slot 0, parity 0");
+  // Every unit begins with slot 0, so that its pieces' slots are known when this is compiled: one thread's instructions, some
+  // hundred a piece, are what bounds the rate. So are parities, but for one bit if a unit goes round an odd number of times.
+  static constexpr uint32_t kUnitPieces = kUnitBytes / kPieceBytes, kFlip = kUnitPieces / kPieces & 1;
+  static_assert(kUnitPieces % kPieces == 0, "every unit begins with slot 0");
 
   // To `to` and, if it isn't null, to `copy` as well.
   struct Unit {
@@ -125,11 +125,12 @@ class Pusher {
       ptx::mbarrier_arrive_expect(loaded, n);
       if (n != 0) ptx::bulk_load(cta_.shared.piece(slot), unit.from + i * kPieceBytes, n, loaded);
       if (i >= kAhead) {
-        store(unit, i - kAhead);
+        store(unit, i - kAhead, parity_);
       } else if (holding_ != 0) {
-        store(held_, kUnitPieces - kAhead + i);
+        store(held_, kUnitPieces - kAhead + i, parity_ ^ kFlip);
       }
     }
+    parity_ ^= kFlip;
     if (kPush && holding_ == 2) {
       ptx::bulk_wait<2 * kUnitPieces - kAhead>();
       count(before_);
@@ -144,17 +145,18 @@ class Pusher {
   __device__ __forceinline__ void drain() {
     if (holding_ != 0)
 #pragma unroll
-      for (uint32_t i = kUnitPieces - kAhead; i < kUnitPieces; ++i) store(held_, i);
+      for (uint32_t i = kUnitPieces - kAhead; i < kUnitPieces; ++i) store(held_, i, parity_ ^ kFlip);
     ptx::bulk_wait<0>();
     if (kPush && holding_ == 2) count(before_);
     if (kPush && holding_ != 0) count(held_.block);
     holding_ = 0;
   }
 
-  // One piece out of the ring, as a bulk group of its own (also when it is empty: groups are counted).
-  __device__ __forceinline__ void store(Unit const& unit, uint32_t i) const {
+  // One piece out of the ring, as a bulk group of its own (also when it is empty: groups are counted). `parity` is that of the
+  // unit's first time round.
+  __device__ __forceinline__ void store(Unit const& unit, uint32_t i, uint32_t parity) const {
     uint32_t slot = i % kPieces, n = piece_bytes(i, unit.bytes);
-    ptx::mbarrier_wait(cta_.shared.piece_loaded(slot), i / kPieces & 1);
+    ptx::mbarrier_wait(cta_.shared.piece_loaded(slot), (i / kPieces & 1) ^ parity);
     if (n != 0) {
       ptx::bulk_store(unit.to + i * kPieceBytes, cta_.shared.piece(slot), n);
       if (unit.copy != nullptr) ptx::bulk_store(unit.copy + i * kPieceBytes, cta_.shared.piece(slot), n);
@@ -174,6 +176,7 @@ class Pusher {
 
   Cta<C> const& cta_;
   Tracer<C>& trace_;
+  uint32_t parity_ = 0;   // of the next unit's first time round
   uint32_t holding_ = 0;  // units that are held or not counted yet: at most the last two
   uint32_t before_;       // block of the one before
   Unit held_;             // the last one, whose end is in the ring

@@ -103,10 +103,10 @@ __device__ __forceinline__ void store_tiles(Cta<C> const& cta, uint32_t consumer
         ptx::bulk_commit();
       } else if (uint32_t image = item / sources; item - image * sources == sources - 1) {
         if constexpr (!C::kReplicate) {
-          ptx::tma_store_4d(&p.y[product], from, col + image * C::kImageCols, row, C::kGather ? tile.owner : batch,
+          ptx::tma_store_4d(&p.y[product], from, col + C::image_begin(image), row, C::kGather ? tile.owner : batch,
                             C::kGather ? batch : 0);
         } else if (image < there.images) {
-          ptx::tma_store_4d(&p.y[0], from, there.col + image * C::kImageCols, there.row, 0, 0);
+          ptx::tma_store_4d(&p.y[0], from, there.col + C::image_begin(image), there.row, 0, 0);
           if (moved) ptx::bulk_store(outgoing(cta, set, index, part) + image * kImageBytes, from, kImageBytes);
           for (uint32_t peer = 0; peer < p.ranks && !moved; ++peer)
             if (peer != p.rank)

@@ -1,5 +1,7 @@
 #include "exact_cases.h"
 
+#include <algorithm>
+
 #include "progress.h"
 #include "schedule/few_rows.h"
 
@@ -134,6 +136,8 @@ std::vector<Variant> exact_variants() {
           }
         }
       }
+  auto lacks = [](Variant const& v) { return !schedule::is_sm90_tile(v.tile, v.float_out ? 4 : 2); };
+  variants.erase(std::remove_if(variants.begin(), variants.end(), lacks), variants.end());
   return variants;
 }
 

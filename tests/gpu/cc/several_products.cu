@@ -307,7 +307,7 @@ void several_products(EmulatedTeam& team, float scale) {
           for (schedule::TileShape tile : schedule::kSm90Tiles) {
             if (is_float8(operands) && !transposed_w) continue;
             for (Shape const& shape : shapes_of(gather, is_float8(operands))) {
-              if (shape.gated && tile.m != 256) continue;
+              if (!schedule::is_sm90_tile(tile, float_out ? 4 : 2, shape.gated)) continue;
               ++seed;
               // Each kernel has been run: one with k blocks of several products is enough of each op and width, and a gated
               // one.

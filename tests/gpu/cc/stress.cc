@@ -55,9 +55,10 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
                     below(2) == 0,
                     kLeads[below(4)],
                     kPushers[below(4) != 0],
-                    schedule::kSm90Tiles[below(3)],
+                    schedule::kSm90Tiles[below(std::size(schedule::kSm90Tiles))],
                     below(2) == 0,
                     false};
+    if (!schedule::is_sm90_tile(call.variant.tile, call.variant.float_out ? 4 : 2)) call.variant.tile = schedule::kSm90Tiles[0];
     if (!call.variant.few_rows) call.variant.gathers = op != Op::kMatmulAllReduce && below(2) == 0;
     call.variant.operands = kAllOperands[below(std::size(kAllOperands))];
     if (is_float8(call.variant.operands)) call.variant.transposed_w = true;
