@@ -20,7 +20,7 @@ struct SignalCall {
   schedule::Geometry geometry;  // as schedule::grouped() has it
   uint32_t raster;
   Operands operands;  // of 16 bits; y is of the same
-  bool transposed_w;
+  bool transposed_w, transposed_x;  // the latter of sums
   void const *x, *w;
   void* y;
   float const* bias;  // one number for each column; null: none
