@@ -96,7 +96,8 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
         )
     shape = sizes(request, x.shape, w.shape)
     w_columns = shape.k if request.scaled else w.shape[1]  # float8 are transposed if they must be
-    rows = (("x", shape.k, x.dtype), ("w", w_columns, w.dtype), ("the result", shape.n, request.dtype))
+    of_x = ("x as it is stored" if request.transpose_x else "x", x.shape[2], x.dtype)
+    rows = (of_x, ("w", w_columns, w.dtype), ("the result", shape.n, request.dtype))
     for name, columns, dtype in rows:
         if columns * dtype.itemsize % _PITCH_BYTES:
             return (
@@ -109,6 +110,8 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
         return f"config's tile_m={tile[0]}, tile_n={tile[1]} is none of the sm_90 kernels' tiles {_core.SM90_TILES}"
     if request.gated and config.tile_m not in (None, 256):
         return f"gated products have tiles of 256 rows, not config's tile_m={config.tile_m}"
+    if config.few_rows and request.transpose_x:
+        return "config's few_rows=True is for an x without transpose_x=True"
     if config.few_rows and all_rows(request, shape) > _core.FEW_ROWS_MOST:
         return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {all_rows(request, shape)}"
     return None
