@@ -26,7 +26,7 @@ def _forms(request: Request, shape: Sizes, base: Plan) -> Iterator[Plan]:
     else:
         yield tiled
         rows = request.team.size * shape.batch * shape.m_shard - shape.missing
-        if rows <= _core.FEW_ROWS_MOST and not request.gathers:
+        if rows <= _core.FEW_ROWS_MOST and not (request.gathers or request.transpose_x):
             yield dataclasses.replace(base, few_rows=True)
         for tile_m, tile_n in request.sm90_tiles:
             # As many rows are walked together.

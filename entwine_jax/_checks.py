@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+# Ops that take x stored (..., k, rows) too.
+_READ_BY_COLUMNS = ("matmul_reduce_scatter", "matmul_all_reduce")
+
 
 def arrays(op: str, x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
     for name, value in (("x", x), ("w", w)):
@@ -34,6 +37,15 @@ def pairs(op: str, xs: Any, ws: Any) -> None:
         raise TypeError(f"entwine_jax.{op}: x holds {len(xs)} arrays and w {len(ws)}, but each product has one of both")
 
 
+def summed_rows(op: str, transpose_x: bool) -> None:
+    """Of the x of a sum of products."""
+    if transpose_x:
+        raise NotImplementedError(
+            f"entwine_jax.{op}: transpose_x=True is for one product, but x and w are several: pass each x as "
+            "(..., m, k), jnp.swapaxes(x, -1, -2), or add up calls of one product each"
+        )
+
+
 def summands(op: str, shapes: list[tuple[tuple[int, ...], int]]) -> None:
     """That products which are added are alike; of each its x's shape and its columns."""
     (x, n), *others = shapes
@@ -58,31 +70,38 @@ def shapes(
     axis_name: tuple[str, ...],
     transpose_w: bool = False,
     base: str | None = None,
+    transpose_x: bool = False,
 ) -> None:
-    """x (..., rows, k), w (k, n) or transposed (n, k); the rows that reduce-scatter divides must be a multiple of the
-    team's size. `base` is the op where users know it by another name."""
+    """x (..., rows, k) or transposed (..., k, rows), w (k, n) or transposed (n, k); the rows that reduce-scatter
+    divides must be a multiple of the team's size. `base` is the op where users know it by another name."""
     if len(x) < 2:
-        raise TypeError(
-            f"entwine_jax.{op}: x has shape {x} but needs rows and a contraction, (..., rows, k); add a dimension"
-        )
+        needed = "a contraction and rows, (..., k, rows)" if transpose_x else "rows and a contraction, (..., rows, k)"
+        raise TypeError(f"entwine_jax.{op}: x has shape {x} but needs {needed}; add a dimension")
     if len(w) != 2:
         matrix = "(n, k)" if transpose_w else "(k, n)"
         raise TypeError(
             f"entwine_jax.{op}: w has shape {w} but must be a matrix {matrix}; use jax.vmap for a batch of them"
         )
     contracted, other = (w[1], w[0]) if transpose_w else w
-    if x[-1] != contracted:
-        place, hint = "first", "; w's transpose would fit: pass transpose_w=True"
-        if transpose_w:
-            place, hint = "last", "; w would fit without transpose_w=True"
+    k, rows = (x[-2], x[-1]) if transpose_x else (x[-1], x[-2])
+    if k != contracted:
+        hint = ""
+        if transpose_x and rows == contracted:
+            hint = "; x would fit without transpose_x=True"
+        elif k == other:
+            fits = "w would fit without transpose_w=True"
+            hint = f"; {fits if transpose_w else "w's transpose would fit: pass transpose_w=True"}"
+        elif rows == contracted and op in _READ_BY_COLUMNS:
+            hint = "; x's transpose would fit: pass transpose_x=True"
         raise TypeError(
-            f"entwine_jax.{op}: the last dimension of x {x} has size {x[-1]} but the {place} of w {w} has size "
-            f"{contracted}; they are contracted and must be equal{hint if x[-1] == other else ''}"
+            f"entwine_jax.{op}: the last dimension {'but one ' if transpose_x else ''}of x {x} has size {k} but the "
+            f"{'last' if transpose_w else 'first'} of w {w} has size {contracted}; they are contracted and must be "
+            f"equal{hint}"
         )
-    if (base or op) == "matmul_reduce_scatter" and x[-2] % team:
+    if (base or op) == "matmul_reduce_scatter" and rows % team:
         raise ValueError(
-            f"entwine_jax.{op}: x {x} has {x[-2]} rows, which the {team} ranks of axis {axis(axis_name)} can't share "
-            f"evenly; pad the rows to {math.ceil(x[-2] / team) * team}"
+            f"entwine_jax.{op}: x {x} has {rows} rows, which the {team} ranks of axis {axis(axis_name)} can't share "
+            f"evenly; pad the rows to {math.ceil(rows / team) * team}"
         )
 
 

@@ -28,8 +28,8 @@ def run(
 ) -> tuple[jax.Array, jax.Array | None]:
     """y, and the gathered array if `request.gathers`: all of x (all-gather) or of z (reduce-scatter).
 
-    x (batch, rows, k), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does. A bias (n) varies as
-    y does.
+    x (batch, rows, k) or (batch, k, rows), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does.
+    A bias (n) varies as y does.
     """
     request = dataclasses.replace(request, biased=bias is not None)
     choice = _strategy.choose(request, x, w)
@@ -116,25 +116,30 @@ def from_dy(request: Request, choice: Choice, dy: Any, x: Any, w: Any, gathered:
     operand, axis_name = operand_dtype(choice, dtype, dy.dtype), request.team.axis_name
     dy, x, w, gathered = (None if v is None else v.astype(operand) for v in (dy, x, w, gathered))
     transpose, precision = not request.transpose_w, request.precision
+    weight_gradient = functools.partial(
+        _reference.weight_gradient, precision=precision, transpose_x=request.transpose_x
+    )
     dx = dw = None
     if request.op == "matmul_all_reduce":
         dy = of_every_rank(dy, w if x is None else x, axis_name)
         if w is not None:
             dx = _reference.matmul(dy, w, transpose_w=transpose, dtype=operand, precision=precision)
         if x is not None:
-            dw = _reference.weight_gradient(x, dy, precision=precision)
+            dw = weight_gradient(x, dy)
     else:
         to_dx = gradient_request(request, operand)
         if w is not None and x is not None:
-            dx, dw = gradients(to_dx, dy, w, x)
+            dx, dw = gradients(to_dx, dy, w, x, request.transpose_x)
         elif w is not None:
             dx = run(to_dx, dy, w)[0]
         elif x is not None:  # of a reduce-scatter; without a product to hide behind, the gather is XLA's own
-            dw = _reference.weight_gradient(x, _reference.gather(dy, axis_name), precision=precision)
+            dw = weight_gradient(x, _reference.gather(dy, axis_name))
         if gathered is not None:
-            dw = _reference.weight_gradient(gathered, dy, precision=precision)
+            dw = weight_gradient(gathered, dy)
     if dw is not None and request.transpose_w:
         dw = dw.T
+    if dx is not None and request.transpose_x:
+        dx = jnp.swapaxes(dx, 1, 2)
     return None if dx is None else dx.astype(dtype), None if dw is None else dw.astype(dtype)
 
 
@@ -166,8 +171,10 @@ def _fused_inline(
     return results
 
 
-def gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dx and dw from one call: what dw needs of the peers is gathered beside dx's product."""
+def gradients(
+    to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array, transpose_x: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """dx, by rows, and dw from one call: what dw needs of the peers is gathered beside dx's product."""
     to_dx = dataclasses.replace(to_dx, gathers=True)
     if to_dx.op == "matmul_reduce_scatter":
         dx, rows = run(to_dx, dy, w, x)
@@ -175,7 +182,7 @@ def gradients(to_dx: Request, dy: jax.Array, w: jax.Array, x: jax.Array) -> tupl
         return dx, _reference.weight_gradient(rows, dy, precision=to_dx.precision)
     dx, rows = run(to_dx, dy, w)
     assert rows is not None
-    return dx, _reference.weight_gradient(x, rows, precision=to_dx.precision)
+    return dx, _reference.weight_gradient(x, rows, precision=to_dx.precision, transpose_x=transpose_x)
 
 
 def operand_dtype(choice: Choice, dtype: Any, cotangent: Any) -> Any:

@@ -61,6 +61,7 @@ class CollectiveMatmul:
     # (sums) or row blocks of one (all-gather) each of its groups has.
     scratch_bytes: int = 0
     groups: tuple[int, ...] = ()
+    transpose_x: bool = False  # x is used transposed: its shape is (batch, k, rows)
 
 
 class Explanation(Sequence[CollectiveMatmul]):
@@ -196,6 +197,7 @@ def _describe(equation: Any) -> CollectiveMatmul:
         gated=request.gated,
         scratch_bytes=_strategy.scratch_bytes(request, choice.plan, x, w) if choice.plan and signal else 0,
         groups=(*_strategy.groups(request, choice.plan, x, w),) if choice.plan and signal else (),
+        transpose_x=request.transpose_x,
     )
 
 
@@ -271,7 +273,7 @@ def _cells(m: CollectiveMatmul) -> tuple[str, ...]:
     memory += [f"{m.scratch_bytes / 2**20:.1f} MiB scratch"] if m.groups else []
     all_ = m.products or (Product(m.x, m.w, m.y, m.bias, m.activation),)
 
-    xs = [_array(m.dtype, p.x) for p in all_]
+    xs = [_array(m.dtype, p.x) + (".T" if m.transpose_x else "") for p in all_]
     ys = [_array(m.result_dtype, p.y) for p in all_]
     scattered = m.op != "all_gather_matmul"
     ops = dict.fromkeys(" + ".join([m.op, *["bias"] * p.bias, *filter(None, [p.activation])]) for p in all_)

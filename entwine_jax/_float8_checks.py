@@ -47,6 +47,15 @@ def float8_residuals(op: str, saves: bool) -> None:
         )
 
 
+def float8_rows(op: str, transpose_x: bool) -> None:
+    """Of a float8 x."""
+    if transpose_x:
+        raise NotImplementedError(
+            f"entwine_jax.{op}: transpose_x=True of a float8 x, which the tensor cores take only if it is contiguous "
+            "in the contraction; pass it as (..., m, k), or cast it to bfloat16"
+        )
+
+
 def pair(op: str, given: Any) -> tuple[jax.Array, jax.Array]:
     """The scales of x and w."""
     if not isinstance(given, tuple | list) or len(given) != 2:

@@ -108,9 +108,10 @@ def gathered(request: Request, z: Any) -> Any:
 def _result(x: Any, w: Any, request: Request) -> Any:
     if request.op == "matmul_all_reduce":
         # The same on every rank, which its type says as psum's does.
+        rows = x.shape[2 if request.transpose_x else 1]
         varying = x.manual_axis_type.varying - {*request.team.axis_name}
         return x.update(
-            shape=(*x.shape[:2], w.shape[0 if request.transpose_w else 1]),
+            shape=(x.shape[0], rows, w.shape[0 if request.transpose_w else 1]),
             dtype=request.dtype,
             weak_type=False,
             manual_axis_type=x.manual_axis_type.update(varying=varying),
@@ -131,6 +132,7 @@ def _attributes(request: Request, plan: Plan) -> dict[str, Any]:
     numbers = {
         "team_size": request.team.size,
         "transpose_w": int(request.transpose_w or request.scaled),
+        "transpose_x": int(request.transpose_x),
         "products": request.products,
         "gated": int(request.gated),
         "biased": sum(int(biased) << i for i, biased in enumerate(request.biases)),
@@ -171,6 +173,11 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             given = _operands.split(request, flat)
             flat = (*given._replace(ws=tuple(w.T for w in given.ws)).flat(),)
         operands, more = [*flat[:2]], flat[2:]
+        y_type = results[0]
+        if request.transpose_x and request.op == "matmul_all_reduce" and flat[0].shape[0] > 1:
+            # Its rows are one matrix, and so they lie in y. In x those of a batch are columns: side by side.
+            operands[0] = lax.collapse(jnp.swapaxes(flat[0], 0, 1), 1)[None]
+            results[0] = y_type.update(shape=(1, y_type.shape[0] * y_type.shape[1], y_type.shape[2]))
         if target == "host":
             # A GPU learns its place from the communicator; a virtual CPU device is told the index of its team and its
             # rank there.
@@ -178,13 +185,14 @@ def _lower_for(target: str | None) -> Callable[..., Any]:
             operands.append(jnp.stack([jnp.int32(index), lax.axis_index(team.axis_name)]))
         attributes = _attributes(request, plan)
         if plan.strategy != "signal":
-            return jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *more, **attributes)
+            y, *others = jax.ffi.ffi_call(f"entwine_{request.op}", results)(*operands, *more, **attributes)
+            return [y.reshape(y_type.shape), *others]
         x, w = map(jax.typeof, flat[:2])
         size = _strategy.scratch_bytes(request, plan, x, w)
         scratch = x.update(shape=(1, 1, size), dtype=np.dtype(np.uint8), weak_type=False)
         call = jax.ffi.ffi_call(f"entwine_signal_{request.op}", [results[0], scratch, *results[1:]])
         y, _, *gathered = call(*operands, *more, **attributes)
-        return [y, *gathered]
+        return [y.reshape(y_type.shape), *gathered]
 
     return lower
 
@@ -203,6 +211,7 @@ def on_xla(
         # XLA's CPU compiler aborts on sums of these inside a partially manual shard_map.
         dtype = np.dtype(np.float32)
     options: dict[str, Any] = {"transpose_w": request.transpose_w, "dtype": dtype, "precision": request.precision}
+    options["transpose_x"] = request.transpose_x
     pairs, scale = operands.pairs(), operands.scale
     # Of several products of an all-gather each has one.
     scales = [scale] * len(pairs) if scale is None or not scale.ndim else [*scale]

@@ -44,7 +44,7 @@ class Bench:
         self._product, self._mesh = product, _mesh(product.request)
         each = [product.x, product.w, *filter(None, [product.z])]
         size = sum(v.size * v.dtype.itemsize for v in each)
-        rows = product.x.shape[0] * product.x.shape[1]
+        rows = product.x.shape[0] * product.x.shape[2 if product.request.transpose_x else 1]
         calls = _CALLS_OF_FEW_ROWS if rows <= _FEW_ROWS else _CALLS
         calls = max(1, min(calls, _MOST_BYTES // size))
         # Those that are handed from program to program are donated: the link is written in place.

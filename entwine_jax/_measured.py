@@ -26,6 +26,8 @@ def spelled(request: Request, x: Any, w: Any, link: str) -> str:
     """The same with a link between the ranks that is known already."""
     rows = [1, x.shape[0] * x.shape[1]] if request.op == "matmul_all_reduce" else [*x.shape[:2]]
     x_text, w_text = f"{x.dtype}{[*rows, x.shape[2]]}", f"{w.dtype}{[*w.shape]}{'.T' if request.transpose_w else ''}"
+    if request.transpose_x:  # several batches of an all-reduce cost a copy
+        x_text = f"{x.dtype}{[*x.shape]}.T"
     gathers = ", gathers" if request.gathers else ""
     text = f"{request.op} {x_text} @ {w_text} -> {request.dtype}, {request.team.size} ranks, {link}{gathers}"
     return text.replace("[", "(").replace("]", ")")

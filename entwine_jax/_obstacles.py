@@ -96,17 +96,26 @@ def _cuda_obstacle(request: Request, x: jax.Array, w: jax.Array) -> str | None:
         )
     shape = sizes(request, x.shape, w.shape)
     w_columns = shape.k if request.scaled else w.shape[1]  # float8 are transposed if they must be
-    rows = (("x", shape.k, x.dtype), ("w", w_columns, w.dtype), ("the result", shape.n, request.dtype))
+    of_x = ("x as it is stored" if request.transpose_x else "x", x.shape[2], x.dtype)
+    rows = (of_x, ("w", w_columns, w.dtype), ("the result", shape.n, request.dtype))
     for name, columns, dtype in rows:
         if columns * dtype.itemsize % _PITCH_BYTES:
             return (
                 f"a row of {name} is {columns} x {dtype.itemsize} = {columns * dtype.itemsize} bytes, "
                 f"not a multiple of {_PITCH_BYTES} (pad to {_padded(columns, _PITCH_BYTES // dtype.itemsize)} columns)"
             )
+    chunk = _PITCH_BYTES // x.dtype.itemsize
+    if request.transpose_x and request.op == "matmul_reduce_scatter" and shape.m_shard % chunk:
+        return (
+            f"each rank's {shape.m_shard} rows of an x that is stored transposed are not a multiple of {chunk} (pad to "
+            f"{_padded(shape.m_shard, chunk)} a rank)"
+        )
     config = request.settings.config
     tile = (config.tile_m, config.tile_n)
     if tile != (None, None) and (obstacle := tile_obstacle(request, tile)):
         return obstacle
+    if config.few_rows and request.transpose_x:
+        return "config's few_rows=True is for an x without transpose_x=True"
     if config.few_rows and all_rows(request, shape) > _core.FEW_ROWS_MOST:
         return f"config's few_rows=True is for up to {_core.FEW_ROWS_MOST} rows, not {all_rows(request, shape)}"
     return None

@@ -30,6 +30,7 @@ def on_ranks(
     saves: bool = False,
     *,
     transpose_w: bool = False,
+    transpose_x: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     scales: Scales | None = None,
@@ -41,13 +42,14 @@ def on_ranks(
     x, w = _checks.arrays(op, x, w)
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
-    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w)
+    _checks.shapes(op, x.shape, w.shape, team.size, team.axis_name, transpose_w, transpose_x=transpose_x)
     pair = _float8_checks.scales(op, x, w, scales)
     if pair is None:
         operand, dtype = _checks.types(op, x, w, preferred_element_type, precision)
         x, w = x.astype(operand), w.astype(operand)
     else:
         _float8_checks.float8_residuals(op, saves)
+        _float8_checks.float8_rows(op, transpose_x)
         if op == "all_gather_matmul":
             _float8_checks.common_scale(op, pair[0], team.axis_name)
         dtype = _float8_checks.float8_types(op, preferred_element_type, precision, f"x {x.dtype} and w {w.dtype}")
@@ -62,6 +64,7 @@ def on_ranks(
         saves,
         scaled=pair is not None,
         activation=_config.activation(op, activation),
+        transpose_x=bool(transpose_x),
     )
     b = _checks.bias(op, bias, w.shape[0 if transpose_w else 1], dtype)
     x, w, b = _lowering.vary_bias(op, x, w, b, team.axis_name)
@@ -170,12 +173,14 @@ def sum_of(
     config: Config | None,
     *,
     transpose_w: bool,
+    transpose_x: bool,
     bias: ArrayLike | None,
     activation: str | None,
     scales: Scales | None,
 ) -> jax.Array:
     """matmul_reduce_scatter or matmul_all_reduce of the sum of the products of several pairs."""
     _checks.pairs(op, xs, ws)
+    _checks.summed_rows(op, transpose_x)
     settings = _config.resolve(op, strategy, config)
     team = _team.resolve(op, axis_name)
     pairs = [_checks.arrays(op, x, w) for x, w in zip(xs, ws, strict=True)]

@@ -17,10 +17,18 @@ AxisNames = tuple[str, ...]
 
 
 def matmul(
-    x: jax.Array, w: jax.Array, *, transpose_w: bool, dtype: Any, precision: Any, scale: jax.Array | None = None
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    transpose_w: bool,
+    dtype: Any,
+    precision: Any,
+    scale: jax.Array | None = None,
+    transpose_x: bool = False,
 ) -> jax.Array:
-    """x (batch, rows, k) times w (k, n), or (n, k) transposed; times `scale`, in float32, if they are float8."""
-    contracted = (((2,), (1 if transpose_w else 0,)), ((), ()))
+    """x (batch, rows, k), or (batch, k, rows) transposed, times w (k, n), or (n, k) transposed; times `scale`, in
+    float32, if they are float8."""
+    contracted = (((1 if transpose_x else 2,), (1 if transpose_w else 0,)), ((), ()))
     if scale is None:
         return lax.dot_general(x, w, contracted, precision=precision, preferred_element_type=dtype)
     y = lax.dot_general(x, w, contracted, precision=precision, preferred_element_type=jnp.float32)
@@ -114,10 +122,12 @@ def gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
     return gathered
 
 
-def weight_gradient(x: jax.Array, g: jax.Array, *, precision: Any) -> jax.Array:
-    """dw (k, n) of y = x @ w from all rows of x and of y's cotangent; in their dtype, as JAX's own dot."""
-    rows = tuple(range(x.ndim - 1))
+def weight_gradient(x: jax.Array, g: jax.Array, *, precision: Any, transpose_x: bool = False) -> jax.Array:
+    """dw (k, n) of y = x @ w from all rows of x, or of x stored (..., k, rows), and of y's cotangent; in their dtype,
+    as JAX's own dot."""
+    rows = tuple(range(g.ndim - 1))
+    of_x = (*rows[:-1], x.ndim - 1) if transpose_x else rows
     dtype = jnp.promote_types(x.dtype, g.dtype)
     return lax.dot_general(
-        x.astype(dtype), g.astype(dtype), ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
+        x.astype(dtype), g.astype(dtype), ((of_x, rows), ((), ())), precision=precision, preferred_element_type=dtype
     )

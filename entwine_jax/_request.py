@@ -36,6 +36,7 @@ class Request:
     # Columns of w (of a reduce-scatter that is a gradient, its contraction) of each other call that has the same x: XLA
     # would move bytes once for all of them.
     beside: tuple[int, ...] = ()
+    transpose_x: bool = False  # x is (batch, k, rows): of one product that is summed over ranks, not float8
 
     def bare(self) -> "Request":
         """Without the epilogue."""
@@ -134,14 +135,16 @@ class Sizes:
 
 
 def sizes(request: Request, x: tuple[int, ...], w: tuple[int, ...]) -> Sizes:
-    """Of x (batch, rows, k) and w (k, n) or (n, k). An all-reduce takes the rows of all batches as one matrix."""
+    """Of x (batch, rows, k) or (batch, k, rows) and w (k, n) or (n, k). An all-reduce takes the rows of all batches as
+    one matrix."""
     scatter = request.op == "matmul_reduce_scatter"
+    batch, rows, k = (x[0], x[2], x[1]) if request.transpose_x else x
     n = w[0] if request.transpose_w else w[1]
     if request.op == "matmul_all_reduce":
         target = TARGETS[request.team.platform]
-        m_shard, missing = _core.chunk_rows(target, ranks=request.team.size, rows=x[0] * x[1])
-        return Sizes(1, m_shard, n, x[2], missing)
-    return Sizes(x[0], x[1] // request.team.size if scatter else x[1], n, x[2])
+        m_shard, missing = _core.chunk_rows(target, ranks=request.team.size, rows=batch * rows)
+        return Sizes(1, m_shard, n, k, missing)
+    return Sizes(batch, rows // request.team.size if scatter else rows, n, k)
 
 
 def joined(request: Request, pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -174,9 +177,9 @@ def all_rows(request: Request, shape: Sizes) -> int:
 
 
 def wants_tiles(request: Request) -> bool:
-    """Whether a call can't be for the kernels for few rows: these gather nothing for others, and who sets a number
-    of the tiles' schedule means tiles."""
+    """Whether a call can't be for the kernels for few rows: these gather nothing for others, read x by rows, and who
+    sets a number of the tiles' schedule means tiles."""
     config = request.settings.config
     numbers = (config.tile_m, config.tile_n, config.raster, config.lead, config.transport, config.pushers)
     meant = config.few_rows is None and any(value is not None for value in numbers)
-    return request.gathers or request.products > 1 or config.few_rows is False or meant
+    return request.gathers or request.transpose_x or request.products > 1 or config.few_rows is False or meant

@@ -74,14 +74,14 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
         return Choice("signal", f"asked for{how}", signal_plan(request, x, w), asked)
     if wanted == "resident":
         how = "" if entry is None or entry.resident_plan is None else f"; plan {entry}"
-        return Choice("resident", f"asked for{how}{_copy(request, w)}", resident_plan(request, x, w), asked)
+        return Choice("resident", f"asked for{how}{_copy(request, x, w)}", resident_plan(request, x, w), asked)
     if wanted == "auto" and (instead := _instead(request, x, w, entry, asked, problem)) is not None:
         return instead
     # A user who names "fused" vouches for what can't be seen while tracing.
     problem = problem or (_obstacles.span_obstacle(team) if wanted == "auto" and team.platform == "cuda" else None)
     if problem is not None:
         return Choice("xla", problem)
-    copy = _copy(request, w)
+    copy = _copy(request, x, w)
     if request.beside and wanted == "auto" and not seeking.value and (shared := _moved_once(request, x, w)) is not None:
         return shared
     if wanted == "fused" or seeking.value:
@@ -100,7 +100,10 @@ def choose_of(request: Request, pairs: Sequence[tuple[Any, Any]]) -> Choice:
     return Choice("fused", reason + copy, plan(request, x, w), asked)
 
 
-def _copy(request: Request, w: Any) -> str:
+def _copy(request: Request, x: Any, w: Any) -> str:
+    """What XLA copies before the call, as a reason says it."""
+    if request.transpose_x and request.op == "matmul_all_reduce" and x.shape[0] > 1:
+        return f"; x's batches are laid side by side first, a copy of {x.size * x.dtype.itemsize} bytes"
     if not request.scaled or request.transpose_w:
         return ""
     return f"; w is transposed first, a copy of {w.size} bytes unless it is a transpose itself"

@@ -18,6 +18,7 @@ def matmul_reduce_scatter(
     axis_name: AxisName,
     *,
     transpose_w: bool = False,
+    transpose_x: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     scales: Scales | None = None,
@@ -45,6 +46,11 @@ def matmul_reduce_scatter(
     ``all_gather_matmul(dy, w.T)`` without a copy of ``w``, and ``dw = x.T @ all_gather(dy)`` a plain dot with what that
     has gathered. Under ``vmap`` a batch of ``x`` joins the leading dimensions and a batch of ``w`` its columns.
 
+    With ``transpose_x=True`` it is the weight gradient of data-parallel training, ``x.T @ dy`` summed over the ranks,
+    which have tokens of their own, and shared out by rows as FSDP shards weights and optimizer states::
+
+        dw = matmul_reduce_scatter(x, dy, "data", transpose_x=True)  # x (tokens, k), dy (tokens, n) -> (k / t, n)
+
     The sum of several products, ``reduce_scatter(x1 @ w1 + x2 @ w2)``, is one kernel; x and w are sequences then::
 
         y = matmul_reduce_scatter((x1, x2), (w1, w2), axis_name)
@@ -58,6 +64,7 @@ def matmul_reduce_scatter(
       w: the rank's part of the contraction, a matrix. Or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
+      transpose_x: whether x is stored as ``(..., k / t, m)``; it is read as it lies. For one product, not of float8.
       bias, activation: as in `all_gather_matmul`, ``y = activation(reduce_scatter(x @ w) + bias)``; the bias is
         whole on every rank, (n,), and added once.
       scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
@@ -79,11 +86,12 @@ def matmul_reduce_scatter(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_reduce_scatter"
-    epilogue: Any = {"transpose_w": transpose_w, "bias": bias, "activation": activation, "scales": scales}
+    stored = {"transpose_w": transpose_w, "transpose_x": transpose_x}
+    given: Any = {**stored, "bias": bias, "activation": activation, "scales": scales}
     options = axis_name, preferred_element_type, precision, strategy, config
     if isinstance(x, tuple | list) or isinstance(w, tuple | list):
-        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **epilogue)
-    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **epilogue)[0]
+        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **given)
+    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **given)[0]
 
 
 def matmul_all_reduce(
@@ -92,6 +100,7 @@ def matmul_all_reduce(
     axis_name: AxisName,
     *,
     transpose_w: bool = False,
+    transpose_x: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     scales: Scales | None = None,
@@ -114,6 +123,11 @@ def matmul_all_reduce(
     ``y``   ``(..., m, n)``       ``(..., m, n)``                     not
     ======  ====================  ==================================  =====================
 
+    With ``transpose_x=True`` it is the weight gradient of data-parallel training with replicated weights, ``x.T @ dy``
+    summed over the ranks, which have tokens of their own::
+
+        dw = matmul_all_reduce(x, dy, "data", transpose_x=True)  # x (tokens, k), dy (tokens, n) -> (k, n)
+
     Any ``m`` will do. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the same), or vary over
     other axes of the mesh. Where the rows of y may stay sharded, `matmul_reduce_scatter` moves half of the bytes.
 
@@ -128,6 +142,8 @@ def matmul_all_reduce(
       w: the rank's part of the contraction, a matrix. Or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
+      transpose_x: whether x is stored as ``(..., k / t, m)``; it is read as it lies, but for several
+        batches, which XLA lays side by side first (a copy that `explain` names). For one product, not of float8.
       bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
         on every rank, (n,), the same on all, and added once.
       scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
@@ -150,8 +166,9 @@ def matmul_all_reduce(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_all_reduce"
-    epilogue: Any = {"transpose_w": transpose_w, "bias": bias, "activation": activation, "scales": scales}
+    stored = {"transpose_w": transpose_w, "transpose_x": transpose_x}
+    given: Any = {**stored, "bias": bias, "activation": activation, "scales": scales}
     options = axis_name, preferred_element_type, precision, strategy, config
     if isinstance(x, tuple | list) or isinstance(w, tuple | list):
-        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **epilogue)
-    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **epilogue)[0]
+        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **given)
+    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **given)[0]

@@ -124,6 +124,7 @@ ffi::ErrorOr<host::CallSpec> decode_spec(Op op, CallAttributes const& a, Buffers
 
   host::CallSpec spec{op_name(op), op,   problem->geometry,  problem->plan,    problem->transpose_w,
                       *in,         *out, problem->gathering, problem->products};
+  spec.transpose_x = problem->transpose_x;
   std::copy_n(problem->activation, schedule::kMaxProducts, spec.activation);
   spec.workers = static_cast<uint32_t>(a.workers);
   spec.timeout = host::Timeout(a.timeout_ms);

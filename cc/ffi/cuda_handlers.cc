@@ -78,6 +78,7 @@ ffi::ErrorOr<sm90::Call> decode_call(Op op, CallAttributes const& attributes, Bu
   call.geometry = problem.geometry;
   call.plan = problem.plan;
   call.transposed_w = problem.transpose_w;
+  call.transposed_x = problem.transpose_x;
   call.float_out = problem.out == ffi::DataType::F32;
   call.products = problem.products;
   for (uint32_t i = 0; i < schedule::kMaxProducts; ++i) {

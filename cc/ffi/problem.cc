@@ -129,9 +129,11 @@ ffi::ErrorOr<schedule::Products> decode_products(schedule::Op op, CallAttributes
     if (gated && its_n != n) return invalid(op, "gated w have ", n, " and ", its_n, " columns, not as many");
     ffi::AnyBuffer its = gated ? buffers.y : gather ? *more.y : *more.x;
     auto d = its.dimensions(), first = gather ? y : x;
-    if (d.size() != 3 || d[0] != first[0] || d[1] != first[1] || d[2] != size ||
+    bool turned = a.transpose_x != 0;  // no all-gather then
+    int64_t second = turned ? size : first[1], third = turned ? first[2] : size;
+    if (d.size() != 3 || d[0] != first[0] || d[1] != second || d[2] != third ||
         its.element_type() != (gather ? buffers.y : buffers.x).element_type())
-      return invalid(op, gather ? "the result" : "x", " of product ", i, " must be (", first[0], ", ", first[1], ", ", size,
+      return invalid(op, gather ? "the result" : "x", " of product ", i, " must be (", first[0], ", ", second, ", ", third,
                      ") of the first one's dtype");
     if (size < 1 || size >= kLimit) return invalid(op, "a dimension of size ", size, " can't be tiled");
     products.sizes[i] = static_cast<uint32_t>(size);
@@ -173,15 +175,22 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
   if (a.groups.size() == 0 || a.groups.size() % a.team_size != 0)
     return invalid(op, "groups holds ", a.groups.size(), " ids, not a multiple of the team's ", a.team_size);
   int64_t k = wd[a.transpose_w ? 1 : 0], n = wd[a.transpose_w ? 0 : 1];
-  if (xd[2] != k) return invalid(op, "x has contraction size ", xd[2], " but w has ", k);
   bool gather = op == schedule::Op::kAllGatherMatmul, replicate = op == schedule::Op::kMatmulAllReduce;
-  int64_t m_shard = gather ? xd[1] : yd[1], whole = gather ? yd[1] : xd[1];
+  bool turned = a.transpose_x != 0;
+  if (turned && gather) return invalid(op, "attribute transpose_x is ", a.transpose_x, ", but what is gathered are rows");
+  if (turned && a.few_rows != 0) return invalid(op, "attributes transpose_x and few_rows don't go together");
+  if (turned && replicate && xd[0] != 1)
+    return invalid(op, "x is stored transposed, so its rows must be of one batch, not of ", xd[0]);
+  int64_t its_k = xd[turned ? 1 : 2], rows = xd[turned ? 2 : 1];
+  if (its_k != k) return invalid(op, "x has contraction size ", its_k, " but w has ", k);
+  int64_t m_shard = gather ? rows : yd[1], whole = gather ? yd[1] : rows;
   if (replicate && whole != m_shard) return invalid(op, "x has ", whole, " rows, but the result ", m_shard);
   if (!replicate && (whole % a.team_size != 0 || whole / a.team_size != m_shard))
     return invalid(op, gather ? "the result has " : "x has ", whole, " rows, not the team's ", a.team_size, " times ", m_shard);
   if (yd[0] != xd[0] || yd[2] != n)
     return invalid(op, "the result is (", yd[0], ", ", yd[1], ", ", yd[2], ") but x and w give (", xd[0], ", *, ", n, ")");
   bool float8 = is_float8(x.element_type());
+  if (turned && float8) return invalid(op, "float8 x must be contiguous in the contraction, but attribute transpose_x is set");
   if (float8 ? w.element_type() != ffi::DataType::F8E4M3FN : x.element_type() != w.element_type())
     return invalid(op, "x and w must have one dtype, or w float8_e4m3fn beside x of float8_e5m2");
   if (a.scaled < 0 || a.scaled > 1 || (a.scaled != 0) != float8 || float8 != buffers.scale.has_value())
@@ -231,8 +240,8 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
     if (joined >= uint64_t{kLimit}) return invalid(op, "a dimension of size ", joined, " can't be tiled");
     (gather ? n : k) = static_cast<int64_t>(joined);
   }
-  double rows = double(xd[0]) * double(m_shard) * (replicate ? 1 : double(a.team_size));
-  for (double elements : {rows * double(k), rows * double(n), double(n) * double(k)})
+  double all_rows = double(xd[0]) * double(m_shard) * (replicate ? 1 : double(a.team_size));
+  for (double elements : {all_rows * double(k), all_rows * double(n), double(n) * double(k)})
     if (elements >= kMaxElements) return invalid(op, "an array of ", elements, " elements is larger than any memory");
   schedule::Geometry g{u32(a.team_size), u32(xd[0]), u32(m_shard), u32(n), u32(k), tile_m, tile_n};
   if (replicate)
@@ -255,7 +264,7 @@ ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target target, C
                       u32(a.movers)};
   ffi::ErrorOr<schedule::Gathering> gathering = decode_gathering(op, g, buffers);
   if (gathering.has_error()) return ffi::Unexpected(gathering.error());
-  Problem problem{op, g, plan, a.transpose_w != 0, *products, {}, x.element_type(), y.element_type(), *gathering};
+  Problem problem{op, g, plan, a.transpose_w != 0, turned, *products, {}, x.element_type(), y.element_type(), *gathering};
   for (uint32_t i = 0; i < finished; ++i) {
     int64_t activation = a.activation >> (8 * i) & 0xff;
     if (activation >= schedule::kActivations) return invalid(op, "there is no activation ", activation);

@@ -17,6 +17,7 @@ struct CallAttributes {
   xla::ffi::Span<const int64_t> groups;  // logical device ids, [groups][team_size], of every team along the axis
   int64_t team_size;
   int64_t transpose_w;  // w is stored (n, k)
+  int64_t transpose_x;  // x is stored (batch, k, rows); not all-gather's
   int64_t products;     // 1 to kMaxProducts: schedule/products.h
   int64_t gated;        // all-gather's two products have one y: schedule/products.h
   int64_t biased;       // bit i: there is a bias of product i among the optional operands
@@ -34,17 +35,18 @@ struct Problem {
   schedule::Op op;
   schedule::Geometry geometry;
   schedule::Plan plan;
-  bool transpose_w;
+  bool transpose_w, transpose_x;
   schedule::Products products;
   schedule::Activation activation[schedule::kMaxProducts];  // of each y
   xla::ffi::DataType in, out;                               // of x, and of w but that it is e4m3 beside x of e5m2; of y
   schedule::Gathering gathering;                            // x of all-gather; what reduce-scatter gathers beside, if anything
 };
 
-// The buffers of a call: x (batch, rows, k), w (k, n) or (n, k), y (batch, rows', n). Reduce-scatter has z (z_batch, z_rows,
-// columns) if it gathers that beside; `gathered` is all of z, or of all-gather's x if that is wanted. bias (n) is added to
-// every row of y. 8-bit operands have a `scale`: a number, or (products) of several products of an all-gather. Several products
-// have more of them: all-gather a w and a y each, with or without bias, the other ops an x and a w. Gated ones have one y.
+// The buffers of a call: x (batch, rows, k) or (batch, k, rows), w (k, n) or (n, k), y (batch, rows', n). Reduce-scatter has z
+// (z_batch, z_rows, columns) if it gathers that beside; `gathered` is all of z, or of all-gather's x if that is wanted. bias
+// (n) is added to every row of y. 8-bit operands have a `scale`: a number, or (products) of several products of an all-gather.
+// Several products have more of them: all-gather a w and a y each, with or without bias, the other ops an x and a w. Gated ones
+// have one y.
 struct Buffers {
   using Optional = std::optional<xla::ffi::AnyBuffer>;
   xla::ffi::AnyBuffer x, w, y;
@@ -84,6 +86,7 @@ xla::ffi::ErrorOr<Problem> decode_problem(schedule::Op op, schedule::Target targ
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(entwine::CallAttributes, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"),
                                       xla::ffi::StructMember<int64_t>("team_size"),
                                       xla::ffi::StructMember<int64_t>("transpose_w"),
+                                      xla::ffi::StructMember<int64_t>("transpose_x"),
                                       xla::ffi::StructMember<int64_t>("products"), xla::ffi::StructMember<int64_t>("gated"),
                                       xla::ffi::StructMember<int64_t>("biased"), xla::ffi::StructMember<int64_t>("activation"),
                                       xla::ffi::StructMember<int64_t>("scaled"), xla::ffi::StructMember<int64_t>("tile_m"),

@@ -55,6 +55,7 @@ ffi::ErrorOr<SignalStreams> decode_call(Op op, SignalAttributes const& attribute
   k.raster = problem.plan.raster;
   k.operands = problem.in == ffi::DataType::F16 ? Operands::kF16 : Operands::kBf16;
   k.transposed_w = problem.transpose_w;
+  k.transposed_x = problem.transpose_x;
   k.x = buffers.x_data(0);
   k.w = buffers.w_data(0);
   k.y = buffers.y_data(0);

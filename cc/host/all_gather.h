@@ -52,11 +52,11 @@ class AllGather : RankPart<In, Out> {
   using RankPart<In, Out>::raster_;
   using RankPart<In, Out>::seat_;
 
-  In const* rows(schedule::Tile const& t) const {
+  Rows<In> rows(schedule::Tile const& t) const {
     size_t row = size_t(g_.batch_of(t.row)) * g_.m_shard + g_.first_row(t.row);
     In const* chunk = t.owner == this->rank() ? static_cast<In const*>(seat_.operands.x)
                                               : reinterpret_cast<In const*>(gathering_.staged(this->rank(), t.owner));
-    return chunk + row * g_.k;
+    return {chunk + row * g_.k, g_.k, 1};
   }
 
   Gathering<In, Out> gathering_;

@@ -59,10 +59,10 @@ class GroupedRows : RankPart<In, Out> {
     }
   }
 
-  In const* rows(schedule::Tile const& t) const {
+  Rows<In> rows(schedule::Tile const& t) const {
     uint32_t batch = g_.batch_of(t.row), first = g_.first_row(t.row);
-    if (t.owner == this->rank()) return static_cast<In const*>(seat_.operands.x) + (size_t(batch) * g_.m_shard + first) * g_.k;
-    return place(t.owner, t.row);
+    In const* own = static_cast<In const*>(seat_.operands.x) + (size_t(batch) * g_.m_shard + first) * g_.k;
+    return {t.owner == this->rank() ? own : place(t.owner, t.row), g_.k, 1};
   }
   // Of a row block in the whole array.
   In* place(uint32_t owner, uint32_t block) const {

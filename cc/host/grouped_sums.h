@@ -28,7 +28,7 @@ class GroupedSums : RankPart<In, Out> {
       worker.trace.mark(schedule::Mark::kClaimed, t);
       worker.product.clear();
       worker.trace.mark(schedule::Mark::kFirstLoad, t);
-      this->add_product(worker, t, 0, rows(t));
+      this->add_product(worker, t, 0, this->rows_of_whole(t, 0));
       worker.trace.mark(schedule::Mark::kMultiplied, t);
       uint32_t cell = raster_.index(t.row, t.col), group = groups_.of(cell);
       this->store(worker, t, image(partials(this->rank()), t.owner, cell), g_.tile_n);
@@ -45,10 +45,6 @@ class GroupedSums : RankPart<In, Out> {
   bool scatters() const { return seat_.spec->op == schedule::Op::kMatmulReduceScatter; }
   uint32_t owner() const { return scatters() ? this->rank() : 0; }  // of the tiles that this rank sums
   uint32_t whole(uint32_t group) const { return groups_.size(group) * g_.ranks; }
-  In const* rows(schedule::Tile const& t) const {
-    size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
-    return static_cast<In const*>(seat_.operands.x) + row * g_.k;
-  }
   std::byte* partials(uint32_t rank) const { return this->arena(rank).staging(seat_.epoch); }
   Out* image(std::byte* tiles, uint32_t owner, uint32_t cell) const {
     return reinterpret_cast<Out*>(tiles) + size_t(groups_.slot(g_.ranks, owner, cell)) * g_.tile_m * g_.tile_n;

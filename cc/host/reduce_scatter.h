@@ -26,7 +26,7 @@ class PartialSums : protected RankPart<In, Out> {
       worker.trace.mark(schedule::Mark::kClaimed, t);
       worker.product.clear();
       worker.trace.mark(schedule::Mark::kFirstLoad, t);
-      for (uint32_t i = 0; i < seat_.spec->products.count; ++i) this->add_product(worker, t, i, rows(t, i));
+      for (uint32_t i = 0; i < seat_.spec->products.count; ++i) this->add_product(worker, t, i, this->rows_of_whole(t, i));
       worker.trace.mark(schedule::Mark::kMultiplied, t);
       this->scale(worker, t);
       if (t.owner != this->rank()) {
@@ -46,11 +46,6 @@ class PartialSums : protected RankPart<In, Out> {
 
   uint32_t index(schedule::Tile const& t) const { return raster_.index(t.row, t.col); }
   uint32_t word(schedule::Tile const& t) const { return schedule::partial_signal(index(t), 0, schedule::kHostParts); }
-
-  In const* rows(schedule::Tile const& t, uint32_t product) const {
-    size_t row = (size_t(g_.batch_of(t.row)) * g_.ranks + t.owner) * g_.m_shard + g_.first_row(t.row);
-    return static_cast<In const*>(seat_.operands.x_of(product)) + row * seat_.spec->k(product);
-  }
 
   // The image of source's partial sum of `t`. Pull: it lies with the source; push: with the owner.
   Out* partial(uint32_t source, schedule::Tile const& t) const {

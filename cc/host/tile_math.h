@@ -10,6 +10,13 @@
 
 namespace entwine::host {
 
+// Rows of x as they lie: element p of row i is first[i * row + p * element].
+template <typename In>
+struct Rows {
+  In const* first;
+  size_t row, element;
+};
+
 // One worker's accumulators and packing buffers.
 template <typename In>
 class TileProduct {
@@ -28,8 +35,8 @@ class TileProduct {
 
   void clear() { std::fill(sums_.begin(), sums_.end(), 0.0f); }
 
-  // Adds `rows` rows of x, k apart, times `cols` columns from `first_col` on of a w of k x n.
-  void multiply(In const* x, uint32_t rows, W const* w, uint32_t n, uint32_t k, uint32_t first_col, uint32_t cols) {
+  // Adds `rows` rows of x times `cols` columns from `first_col` on of a w of k x n.
+  void multiply(Rows<In> const& x, uint32_t rows, W const* w, uint32_t n, uint32_t k, uint32_t first_col, uint32_t cols) {
     n_ = n;
     k_ = k;
     for (uint32_t k0 = 0; k0 < k_; k0 += kDepth) {
@@ -45,9 +52,9 @@ class TileProduct {
   static constexpr uint32_t kLanes = 32;   // sums kept in vector registers
   static constexpr uint32_t kDepth = 128;  // packed at a time, to stay in the first-level cache
 
-  void pack_x(In const* x, uint32_t rows, uint32_t k0, uint32_t depth) {
+  void pack_x(Rows<In> const& x, uint32_t rows, uint32_t k0, uint32_t depth) {
     for (uint32_t i = 0; i < rows; ++i)
-      for (uint32_t p = 0; p < depth; ++p) x_[i * kDepth + p] = to_float(x[size_t(i) * k_ + k0 + p]);
+      for (uint32_t p = 0; p < depth; ++p) x_[i * kDepth + p] = to_float(x.first[i * x.row + (k0 + p) * x.element]);
   }
   // Columns past `cols` keep what they held, finite or not: their sums are never read.
   void pack_w(W const* w, uint32_t first_col, uint32_t cols, uint32_t k0, uint32_t depth) {

@@ -69,11 +69,20 @@ class RankPart {
   }
   size_t pitch(schedule::Tile const& t) const { return seat_.spec->n(product(t)); }
 
-  // Adds a product's share to the sums of `t`, whose rows of its x begin at `rows`.
-  void add_product(Worker<In>& worker, schedule::Tile const& t, uint32_t product, In const* rows) const {
+  // Not all-gather: the rows of `t` in a product's x, which has those of all chunks.
+  Rows<In> rows_of_whole(schedule::Tile const& t, uint32_t product) const {
+    size_t k = seat_.spec->k(product), all = g_.all_rows(), batch = g_.batch_of(t.row);
+    size_t row = size_t(t.owner) * g_.m_shard + g_.first_row(t.row);
+    auto x = static_cast<In const*>(seat_.operands.x_of(product)) + batch * all * k;
+    if (seat_.spec->transpose_x) return {x + row, 1, all};
+    return {x + row * k, k, 1};
+  }
+
+  // Adds a product's share to the sums of `t`, by its rows of that product's x.
+  void add_product(Worker<In>& worker, schedule::Tile const& t, uint32_t product, Rows<In> const& rows) const {
     add_product(worker.product, t, product, rows);
   }
-  void add_product(TileProduct<In>& sums, schedule::Tile const& t, uint32_t product, In const* rows) const {
+  void add_product(TileProduct<In>& sums, schedule::Tile const& t, uint32_t product, Rows<In> const& rows) const {
     using W = typename TileProduct<In>::W;
     CallSpec const& spec = *seat_.spec;
     sums.multiply(rows, g_.rows(t), static_cast<W const*>(seat_.operands.w_of(product)), spec.n(product), spec.k(product),
@@ -101,7 +110,7 @@ class RankPart {
   }
 
   // Gated: multiplies the sums of `t`, which are finished, by those of up.
-  void gate(Worker<In>& worker, schedule::Tile const& t, In const* rows) const {
+  void gate(Worker<In>& worker, schedule::Tile const& t, Rows<In> const& rows) const {
     if (!worker.up) return;
     worker.up->clear();
     add_product(*worker.up, t, 1, rows);

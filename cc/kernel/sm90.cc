@@ -31,6 +31,12 @@ TensorView matrix_view(void const* data, uint64_t inner, Geometry const& g, uint
   return {data, element_bytes, 4, {inner, g.all_rows(), 1, 1}, {row, all, all}, {}};
 }
 
+// x stored transposed, as (row, k, 0, batch): chunks are just rows.
+TensorView turned_view(void const* data, uint64_t k, Geometry const& g, uint32_t element_bytes) {
+  uint64_t pitch = uint64_t(g.all_rows()) * element_bytes, batch = k * pitch;
+  return {data, element_bytes, 4, {g.all_rows(), k, 1, g.batch}, {pitch, batch, batch}, {}};
+}
+
 bool encode(TensorView view, uint32_t inner, uint32_t rows, CUtensorMap* map) {
   view.box[0] = inner;
   view.box[1] = rows;
@@ -96,10 +102,19 @@ std::string unsupported(Call const& call) {
   if (is_float8(call.operands) && !call.transposed_w) return "8-bit operands: w must be stored transposed, (n, k)";
   if (call.plan.form == schedule::Form::kFewRows && call.products.count > 1)
     return "config few_rows: these kernels take one product; leave it unset";
+  if (call.transposed_x && (call.op == Op::kAllGatherMatmul || is_float8(call.operands)))
+    return "x stored transposed is for 16-bit operands, and for rows that needn't be gathered: pass it as (rows, k)";
+  if (call.transposed_x && call.plan.form == schedule::Form::kFewRows)
+    return "config few_rows: these kernels take x as (rows, k); leave it unset";
+  // TMA loads begin at multiples of 16 bytes.
+  if (call.transposed_x && call.op == Op::kMatmulReduceScatter && g.m_shard * in % 16 != 0)
+    return "a rank has " + std::to_string(g.m_shard) +
+           " of the rows of x, which is stored transposed: pad them to a multiple of 8";
   for (uint32_t i = 0; i < call.products.count; ++i) {
     uint64_t n = columns(call, i), k = contraction(call, i);
-    if (k * in % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", k * in);
-    if (!call.transposed_w && n * in % 16 != 0) return pitch("w", n * in);
+    uint64_t of_x = call.transposed_x ? g.all_rows() : k, of_w = call.transposed_w ? k : n;
+    if (of_x * in % 16 != 0) return pitch("x", of_x * in);
+    if (of_w * in % 16 != 0) return pitch("w", of_w * in);
     if (n * out % 16 != 0) return pitch("the result", n * out);
     if (reinterpret_cast<uintptr_t>(call.bias[i]) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
   }
@@ -159,12 +174,15 @@ bool encode_maps(Call const& call, uint32_t i, Params& p) {
   }
   if (gather && i >= call.products.results()) return ok;
   if (gather) return ok && encode(whole_view(call.y[i], n, g, out), image_cols, kImageRows, &p.y[i]);
-  if (call.op == Op::kMatmulAllReduce) {
-    ok = ok && encode(matrix_view(call.x[i], k, g, in), block_k, rows, &p.x[i]);
-    return ok && (i != 0 || encode(matrix_view(call.y[0], n, g, out), image_cols, kImageRows, &p.y[0]));
+  bool replicate = call.op == Op::kMatmulAllReduce;
+  if (call.transposed_x) {
+    ok = ok && encode(turned_view(call.x[i], k, g, in), 64, block_k, &p.x[i]);
+  } else {
+    TensorView x = replicate ? matrix_view(call.x[i], k, g, in) : whole_view(call.x[i], k, g, in);
+    ok = ok && encode(x, block_k, rows, &p.x[i]);
   }
-  ok = ok && encode(whole_view(call.x[i], k, g, in), block_k, rows, &p.x[i]);
-  return ok && (i != 0 || encode(chunk_view(call.y[0], n, g, 1, out), image_cols, kImageRows, &p.y[0]));
+  TensorView y = replicate ? matrix_view(call.y[0], n, g, out) : chunk_view(call.y[0], n, g, 1, out);
+  return ok && (i != 0 || encode(y, image_cols, kImageRows, &p.y[0]));
 }
 
 }  // namespace
@@ -196,6 +214,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.rows = g.all_rows();
   p.results_offset = schedule::results_offset(g, call.float_out ? 4 : 2);
   p.m_shard = g.m_shard;
+  p.transposed_x = call.transposed_x;
   p.scale = call.scale;
   p.gated = call.products.gated;
   p.gather = gather_of(call);

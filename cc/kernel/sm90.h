@@ -22,6 +22,7 @@ struct Call {
   schedule::Plan plan;
   Operands operands;
   bool transposed_w, float_out;  // the result is float32, else of 16-bit operands' type, bf16 of 8-bit ones
+  bool transposed_x;             // not all-gather, 16-bit operands: each x is stored (batch, k, rows)
   schedule::Products products;
   // By product; all-gather has one x (and, gated, one y and one activation), the other ops one y, bias and activation.
   void const *x[schedule::kMaxProducts], *w[schedule::kMaxProducts];

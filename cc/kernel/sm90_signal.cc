@@ -39,11 +39,12 @@ cudaError_t launch(SignalCall const& call, Rows const& rows, uint32_t clusters, 
   bool gather = call.op == Op::kAllGatherMatmul;
   SignalParams params{};
   Params& p = params.tiles;
-  // x as (k, row, batch, chunk): the rows of a batch are the chunks in rank order.
+  // x as (k, row, batch, chunk), or stored transposed (row, k, 0, batch): the rows of a batch are the chunks in rank order.
   uint64_t batch_rows = uint64_t(g.m_shard) * rows.chunks;
-  bool ok =
-      encode(rows.x, g.k, g.m_shard, g.batch, rows.chunks, batch_rows, rows.chunks == 1 ? batch_rows * g.batch : g.m_shard,
-             g.tile_m / kCtas, rows.rank == kNoRank ? &p.gathered[0] : &p.x[0]);
+  CUtensorMap* x = rows.rank == kNoRank ? &p.gathered[0] : &p.x[0];
+  bool ok = call.transposed_x ? encode(call.x, batch_rows, g.k, 1, g.batch, g.k, g.k, kBlockK, x)
+                              : encode(rows.x, g.k, g.m_shard, g.batch, rows.chunks, batch_rows,
+                                       rows.chunks == 1 ? batch_rows * g.batch : g.m_shard, g.tile_m / kCtas, x);
   TensorView w = call.transposed_w
                      ? TensorView{call.w, kElementBytes, 2, {g.k, g.n}, {uint64_t(g.k) * 2}, {kBlockK, g.tile_n / 2}}
                      : TensorView{call.w, kElementBytes, 2, {g.n, g.k}, {uint64_t(g.n) * 2}, {64, kBlockK}};
@@ -59,6 +60,8 @@ cudaError_t launch(SignalCall const& call, Rows const& rows, uint32_t clusters, 
   p.rank = rows.rank;
   p.row_blocks = g.row_blocks();
   p.k_blocks = schedule::ceil_div(g.k, kBlockK);
+  p.m_shard = g.m_shard;
+  p.transposed_x = call.transposed_x;
   p.n[0] = g.n;
   p.epilogue[0] = gather ? epilogue_of(call.bias, call.activation) : epilogue_of(nullptr, schedule::Activation::kNone);
   params.groups = call.groups;
@@ -92,7 +95,14 @@ std::string unsupported(SignalCall const& call) {
     return std::string("rows of ") + what + " are " + std::to_string(bytes) +
            " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
   };
-  if (g.k * 2 % 16 != 0) return pitch(call.transposed_w ? "x and w" : "x", uint64_t(g.k) * 2);
+  if (call.transposed_x && call.op == Op::kAllGatherMatmul)
+    return "x stored transposed is for rows that needn't be gathered: pass it as (rows, k)";
+  if (call.transposed_x && call.op == Op::kMatmulReduceScatter && g.m_shard % 8 != 0)  // TMA loads begin at 16 bytes
+    return "a rank has " + std::to_string(g.m_shard) +
+           " of the rows of x, which is stored transposed: pad them to a multiple of 8";
+  uint64_t x_pitch = uint64_t(call.transposed_x ? g.all_rows() : g.k) * 2;
+  if (x_pitch % 16 != 0) return pitch("x", x_pitch);
+  if (call.transposed_w && g.k * 2 % 16 != 0) return pitch("w", uint64_t(g.k) * 2);
   if (g.n * 2 % 16 != 0) return pitch("the result", uint64_t(g.n) * 2);
   if (reinterpret_cast<uintptr_t>(call.bias) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)

@@ -31,6 +31,7 @@ struct Config {
   static constexpr uint32_t kBlockK = kBlockBytes / operand_bytes(kOperands);
   static constexpr bool kTransposedW = kTransposedW_;  // w is stored (n, k)
   static_assert(kTransposedW || !kFloat8, "8-bit operands are contiguous in k");
+  static constexpr bool kTurnsX = !kGather && !kFloat8;  // takes x stored transposed, if a launch says so
   static constexpr bool kFloatOut = kFloatOut_;
   // Whether a launch may be gated (schedule/products.h): the first half of a thread's accumulators is gate then, the second up.
   static constexpr bool kGates = kGather && kStacked && !kFloat8 && kTileN % 128 == 0;

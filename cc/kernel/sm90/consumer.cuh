@@ -93,13 +93,11 @@ class Consumer {
       bool own = C::kGather || tile.owner == cta_.params.rank;
       if constexpr (C::kGather) product_ = cta_.params.begin.of(tile.col);
       if (own) load_bias(tile.col);
-      for (uint32_t k = 0; k < cta_.params.k_blocks; ++k) {
-        multiply(k);
-        ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
-        pin(acc_);
-        if (k > 0) release(before(stage_));
-        advance();
-      }
+      // How x lies is in the instruction, so there are two loops.
+      if (C::kTurnsX && cta_.params.transposed_x)
+        multiply<C::kTurnsX>();
+      else
+        multiply<false>();
       ptx::wgmma_wait<0>();
       pin(acc_);
       release(before(stage_));
@@ -109,8 +107,9 @@ class Consumer {
   }
 
  private:
-  static constexpr int kStepA = 32 >> 4, kStepB = (C::kTransposedW ? 32 : 2048) >> 4;  // 32 bytes of k, in units of descriptors
-  static constexpr int kTransposeB = C::kTransposedW ? 0 : 1;
+  // From one 32 bytes of k to the next, in units of descriptors: of an operand that is contiguous in k, or isn't.
+  static constexpr int kAlong = 32 >> 4, kAcross = 2048 >> 4;
+  static constexpr int kStepB = C::kTransposedW ? kAlong : kAcross, kTransposeB = C::kTransposedW ? 0 : 1;
 
   __device__ __forceinline__ uint32_t take() {
     uint32_t packed = tiles_.next();
@@ -119,6 +118,7 @@ class Consumer {
     return packed;
   }
 
+  // x as (row, k): rows of 128 bytes; as (k, row): an image of 64 rows, contiguous, which begins where these would.
   __device__ __forceinline__ uint64_t x_of(uint32_t stage) const {
     return ptx::wgmma_descriptor(cta_.shared.a(stage) + (C::kStacked ? index_ * 64 * kBlockBytes : 0), 16, 1024);
   }
@@ -128,15 +128,29 @@ class Consumer {
                                  C::kTransposedW ? 16 : kImageBytes, 1024);
   }
 
-  // One k block, all columns.
+  // All k blocks; the last one's products may still be under way.
+  template <bool kTurned>
+  __device__ __forceinline__ void multiply() {
+    for (uint32_t k = 0; k < cta_.params.k_blocks; ++k) {
+      multiply<kTurned>(k);
+      ptx::wgmma_wait<1>();  // the previous k block's products are done: its stage is free
+      pin(acc_);
+      if (k > 0) release(before(stage_));
+      advance();
+    }
+  }
+
+  // One k block, all columns; `kTurned`: x is stored transposed.
+  template <bool kTurned>
   __device__ __forceinline__ void multiply(uint32_t k) {
+    constexpr int kStepA = kTurned ? kAcross : kAlong;
     ptx::mbarrier_wait(cta_.shared.full(stage_), phase_);
     uint64_t a = x_of(stage_), b = w_of(stage_);
     pin(acc_);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kBlockBytes) / 32; ++i)
-      ptx::wgmma_step<C::kOperands, kTransposeB>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
+      ptx::wgmma_step<C::kOperands, kTransposeB, kTurned>(acc_, a + i * kStepA, b + i * kStepB, k > 0 || i > 0);
     ptx::wgmma_commit();
   }
 

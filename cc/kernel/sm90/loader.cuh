@@ -5,6 +5,9 @@
 // end read as zeros. All-reduce: (k, row, 0, 0), chunks are just rows; those past a chunk are the next one's, and what comes of
 // them is never stored. w coordinates: (n, k), or (k, n) when stored transposed.
 //
+// x stored transposed has coordinates (row, k, 0, batch), whatever the op: chunks are just rows. A CTA's part of it are images
+// of 64 rows, contiguous, by a k block, one for each consumer that has rows of its own.
+//
 // Of several products all-gather's tile belongs to one, by its column; in the other ops a tile's k blocks go on from one pair
 // of x and w to the next. Each has its own maps, and coordinates begin with each. Gated, the first CTA's half of w's tile is
 // the gate's and the second one's up's, of the same columns.
@@ -50,6 +53,12 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
         fourth = schedule::peer_slot(p.rank, tile.owner);
       }
     }
+    bool turned = C::kTurnsX && p.transposed_x;
+    if (turned) {
+      if constexpr (!C::kReplicate) row += tile.owner * p.m_shard;
+      third = 0;
+      fourth = batch;
+    }
     for (uint32_t k = 0; k < p.k_blocks; ++k) {
       if (k == ask_at) tiles.taken();
       if constexpr (!C::kGather)
@@ -64,7 +73,13 @@ __device__ __forceinline__ void load_operands(Cta<C> const& cta) {
       ptx::mbarrier_wait(shared.empty(stage), phase);
       if (k == 0) trace.mark(schedule::Mark::kFirstLoad, packed);
       ptx::mbarrier_arrive_expect(shared.full(stage), C::kStageBytes);
-      ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), depth, row, third, fourth);
+      if (turned) {
+#pragma unroll
+        for (uint32_t rows = 0; rows < C::kCtaM; rows += 64)
+          ptx::tma_load_4d(x, shared.a(stage) + rows * kBlockBytes, shared.full(stage), row + rows, depth, third, fourth);
+      } else {
+        ptx::tma_load_4d(x, shared.a(stage), shared.full(stage), depth, row, third, fourth);
+      }
       // Each CTA loads half of w's tile for both.
       constexpr uint16_t kBoth = 3;
       if constexpr (C::kTransposedW) {

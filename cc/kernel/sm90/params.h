@@ -56,7 +56,8 @@ struct Params {
   uint32_t lead;  // reduce-scatter, all-reduce
   uint32_t pull;  // reduce-scatter, all-reduce: partials wait in their producer's arena, not in the owner's
 
-  uint32_t m_shard;                    // all-reduce: rows of a chunk
+  uint32_t m_shard;                    // rows of a chunk
+  uint32_t transposed_x;               // x is stored (batch, k, rows): loader.cuh
   uint32_t rows;                       // all-reduce: of y
   uint32_t n[schedule::kMaxProducts];  // of each y
   uint64_t results_offset;             // all-reduce: where the peers' finished tiles begin in a half of the staging

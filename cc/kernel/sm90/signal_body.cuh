@@ -20,6 +20,7 @@ struct SignalConfig
   static constexpr int kBuffers = 4;
   static constexpr int kPieces = 0;
   static constexpr bool kGates = false;
+  static constexpr bool kTurnsX = true;
 };
 
 __device__ __forceinline__ schedule::Tile signal_tile(SignalParams const& s, uint32_t position) {

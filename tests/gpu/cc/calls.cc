@@ -12,7 +12,8 @@ using namespace entwine;
 
 Geometry geometry_for(Op op, Geometry const& g) {
   if (op != Op::kMatmulAllReduce) return g;
-  uint32_t rows = g.batch * g.m_shard * g.ranks - (g.ranks - 1);
+  // The last rank is short of some; x transposed has a multiple of eight.
+  uint32_t rows = g.batch * g.m_shard * g.ranks - (g.ranks - 1) * (g.m_shard % 8 == 0 ? 8 : 1);
   return schedule::all_reduce_geometry(g.ranks, rows, g.n, g.k, g.tile_m, g.tile_n,
                                        schedule::chunk_unit(schedule::Target::kSm90));
 }
