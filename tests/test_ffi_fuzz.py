@@ -19,6 +19,7 @@ PLAN = ("tile_m", "tile_n", "raster", "lead", "transport", "pushers", "copiers",
 ATTRIBUTES = (
     "team_size",
     "transpose_w",
+    "transpose_x",
     "products",
     "gated",
     "biased",
@@ -33,6 +34,7 @@ ATTRIBUTES = (
 GOOD = dict.fromkeys(ATTRIBUTES, 1) | {
     "team_size": RANKS,
     "transpose_w": 0,
+    "transpose_x": 0,
     "gated": 0,
     "biased": 0,
     "activation": 0,

@@ -61,6 +61,7 @@ def test_cpu(op):
     wanted = {
         "team_size": 4,
         "transpose_w": 0,
+        "transpose_x": 0,
         "timeout_ms": 7000,
         "workers": 2,
         "stall_us": 5,

@@ -42,10 +42,11 @@ struct Problem {
   schedule::Gathering gathering;                            // x of all-gather; what reduce-scatter gathers beside, if anything
 };
 
-// The buffers of a call: x (batch, rows, k) or (batch, k, rows), w (k, n) or (n, k), y (batch, rows', n). Reduce-scatter has z (z_batch, z_rows,
-// columns) if it gathers that beside; `gathered` is all of z, or of all-gather's x if that is wanted. bias (n) is added to
-// every row of y. 8-bit operands have a `scale`: a number, or (products) of several products of an all-gather. Several products
-// have more of them: all-gather a w and a y each, with or without bias, the other ops an x and a w. Gated ones have one y.
+// The buffers of a call: x (batch, rows, k) or (batch, k, rows), w (k, n) or (n, k), y (batch, rows', n). Reduce-scatter has z
+// (z_batch, z_rows, columns) if it gathers that beside; `gathered` is all of z, or of all-gather's x if that is wanted. bias
+// (n) is added to every row of y. 8-bit operands have a `scale`: a number, or (products) of several products of an all-gather.
+// Several products have more of them: all-gather a w and a y each, with or without bias, the other ops an x and a w. Gated ones
+// have one y.
 struct Buffers {
   using Optional = std::optional<xla::ffi::AnyBuffer>;
   xla::ffi::AnyBuffer x, w, y;

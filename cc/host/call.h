@@ -28,7 +28,7 @@ struct CallSpec {
   Element in, out;
   schedule::Gathering gathering{};  // x of all-gather; what reduce-scatter gathers beside, if anything
   schedule::Products products{};
-  bool transpose_x = false;  // not all-gather: x is stored (batch, k, rows)
+  bool transpose_x = false;                                      // not all-gather: x is stored (batch, k, rows)
   schedule::Activation activation[schedule::kMaxProducts] = {};  // of each y
   uint32_t workers = 1;                                          // a rank
   Timeout timeout{0};                                            // of any one wait

@@ -19,7 +19,7 @@ struct SignalCall {
   schedule::Op op;
   schedule::Geometry geometry;  // as schedule::grouped() has it
   uint32_t raster;
-  Operands operands;  // of 16 bits; y is of the same
+  Operands operands;                // of 16 bits; y is of the same
   bool transposed_w, transposed_x;  // the latter of sums
   void const *x, *w;
   void* y;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "ffi/problem.h"
@@ -172,6 +173,11 @@ inline Input good(Random& random) {
   a.copiers = random.from(1, 66);
   a.few_rows = !host && random.one_in(3);
   a.movers = a.few_rows == 0 && random.one_in(3) ? random.from(1, 9) : 0;
+  a.transpose_x = !gather && !in.has_scale && a.few_rows == 0 && !(replicate && batch > 1) && random.one_in(3);
+  if (a.transpose_x != 0) {
+    std::swap(in.x[1], in.x[2]);
+    for (int64_t i = 1; i < a.products; ++i) std::swap(in.more[i - 1].x[1], in.more[i - 1].x[2]);
+  }
   a.workers = random.from(1, 3);
   a.timeout_ms = 60000;
   return in;
@@ -181,7 +187,7 @@ inline void spoil(Input& in, Random& random) {
   auto& a = in.attributes;
   int64_t* attributes[] = {&a.team_size, &a.transpose_w, &a.products, &a.tile_m,  &a.tile_n,     &a.raster, &a.lead,
                            &a.transport, &a.pushers,     &a.copiers,  &a.biased,  &a.activation, &a.gated,  &a.scaled,
-                           &a.few_rows,  &a.timeout_ms,  &a.stall_us, &a.workers, &a.stall_seed, &a.movers};
+                           &a.few_rows,  &a.timeout_ms,  &a.stall_us, &a.workers, &a.stall_seed, &a.movers, &a.transpose_x};
   std::vector<std::vector<int64_t>*> dims = {&in.x, &in.w, &in.y, &in.z, &in.whole, &in.bias, &in.scale};
   std::vector<ffi::DataType*> types = {&in.x_type,     &in.w_type,    &in.y_type,    &in.z_type,
                                        &in.whole_type, &in.bias_type, &in.scale_type};

@@ -54,8 +54,9 @@ class Safety {
       joined += whole_tiles ? (size + g_.tile_n - 1) / g_.tile_n * g_.tile_n : size;
     }
     expect(!p_.products.gated || in_.target == Target::kSm90 || g_.tile_n % 2 == 0, "halves of a tile");
-    expect(gather ? g_.k == uint64_t(in_.x[2]) && g_.n == joined : g_.k == joined && g_.n == uint64_t(in_.y[2]), "n and k");
-    Wide rows = Wide(in_.x[0]) * Wide(gather ? in_.x[1] * in_.attributes.team_size : in_.x[1]);
+    expect(gather ? g_.k == uint64_t(by_rows(in_.x)[2]) && g_.n == joined : g_.k == joined && g_.n == uint64_t(in_.y[2]),
+           "n and k");
+    Wide rows = Wide(in_.x[0]) * Wide(gather ? in_.x[1] * in_.attributes.team_size : by_rows(in_.x)[1]);
     expect(Wide(g_.ranks) * g_.batch * g_.m_shard - g_.missing == rows, "rows");
     expect(!replicate || (g_.batch == 1 && g_.missing < g_.ranks * uint64_t(g_.m_shard)), "missing rows");
     expect(Wide(g_.row_blocks()) * g_.tile_m >= g_.m_shard && Wide(g_.cols()) * g_.tile_n >= g_.n, "tiles cover");
@@ -69,21 +70,28 @@ class Safety {
   }
   static uint64_t larger(uint64_t a, uint64_t b) { return a < b ? b : a; }
 
+  // Dimensions of an x as (batch, rows, k), however it is stored.
+  std::vector<int64_t> by_rows(std::vector<int64_t> x) const {
+    if (p_.transpose_x) std::swap(x[1], x[2]);
+    return x;
+  }
+
   // n of a product of an all-gather, k of one of the others.
   uint64_t own_size(int64_t i) const {
     bool gather = in_.op == Op::kAllGatherMatmul;
     if (p_.products.gated) i = 0;
-    std::vector<int64_t> const& of = i == 0 ? (gather ? in_.y : in_.x) : gather ? in_.more[i - 1].y : in_.more[i - 1].x;
-    return uint64_t(of[2]);
+    if (gather) return uint64_t((i == 0 ? in_.y : in_.more[i - 1].y)[2]);
+    return uint64_t(by_rows(i == 0 ? in_.x : in_.more[i - 1].x)[2]);
   }
 
   // That the buffers of product `i` go with each other, and with those of the first.
   void fits(uint32_t i) {
     bool gather = p_.op == Op::kAllGatherMatmul;
-    std::vector<int64_t> const &x = i == 0 || gather ? in_.x : in_.more[i - 1].x, &w = i == 0 ? in_.w : in_.more[i - 1].w;
+    std::vector<int64_t> first = by_rows(in_.x), x = i == 0 || gather ? first : by_rows(in_.more[i - 1].x);
+    std::vector<int64_t> const& w = i == 0 ? in_.w : in_.more[i - 1].w;
     std::vector<int64_t> const& y = i == 0 || !gather || p_.products.gated ? in_.y : in_.more[i - 1].y;
     std::vector<int64_t> matrix = p_.transpose_w ? std::vector{y[2], x[2]} : std::vector{x[2], y[2]};
-    expect(w == matrix && x[0] == in_.x[0] && x[1] == in_.x[1] && y[0] == in_.y[0] && y[1] == in_.y[1], "a product's shapes");
+    expect(w == matrix && x[0] == first[0] && x[1] == first[1] && y[0] == in_.y[0] && y[1] == in_.y[1], "a product's shapes");
     bool biased = (gather || i == 0) && (in_.attributes.biased >> i & 1) != 0;
     std::vector<int64_t> const& bias = i == 0 ? in_.bias : in_.more[i - 1].bias;
     expect(!biased || bias == std::vector{y[2]}, "a product's bias");

@@ -44,7 +44,7 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
   uint32_t count = problem.products.count;
   // As if all products were as large as they are together.
   double work = double(problem.geometry.n) * double(problem.geometry.k) * double(ffi::ByteWidth(in.x_type)) * double(in.x[0]) *
-                double(in.x[1]) * double(in.attributes.team_size);
+                double(in.x[problem.transpose_x ? 2 : 1]) * double(in.attributes.team_size);
   double beside = problem.gathering.any() ? double(problem.gathering.chunk_bytes()) : 0;
   if (work > 2e5 || beside > 2e4 || in.attributes.workers < 1 || in.attributes.workers > 4) return false;
 
@@ -53,6 +53,7 @@ bool ran(Input const& in, Problem const& problem, uint64_t number) {
   if (!teams[ranks]) teams[ranks] = std::make_unique<host::Team>(ranks, uint32_t(0xfffffff0u));
   host::CallSpec spec{op_name(problem.op), problem.op,      problem.geometry, problem.plan, problem.transpose_w, *from, *to,
                       problem.gathering,   problem.products};
+  spec.transpose_x = problem.transpose_x;
   std::copy_n(problem.activation, schedule::kMaxProducts, spec.activation);
   spec.workers = uint32_t(in.attributes.workers);
   spec.timeout = host::Timeout(60000);

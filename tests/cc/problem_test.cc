@@ -136,6 +136,29 @@ void good_calls_decode() {
     }
 }
 
+// x as (batch, k, rows); of an all-reduce the rows of one batch.
+void transposed_x_decodes() {
+  for (Op op : {Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
+    for (bool several : {false, true}) {
+      Call call(op);
+      if (several) call.several();
+      call.attributes.transpose_x = 1;
+      std::swap(call.x[1], call.x[2]);
+      for (std::vector<int64_t>& x : call.xs) std::swap(x[1], x[2]);
+      bool replicate = op == Op::kMatmulAllReduce;
+      if (replicate) {
+        CHECK(call.decode().has_error() && call.decode().error().message().find("of one batch, not of 2") != std::string::npos);
+        call.x[0] = call.y[0] = 1;
+        for (std::vector<int64_t>& x : call.xs) x[0] = 1;
+      }
+      auto problem = call.decode();
+      CHECK_THAT(problem.has_value(), problem.error().message());
+      if (!problem.has_value()) continue;
+      schedule::Geometry const& g = problem->geometry;
+      CHECK(problem->transpose_x && g.m_shard == 10 && g.k == (several ? 14 : 7) && g.batch == (replicate ? 1 : 2));
+    }
+}
+
 // Numbers that are larger than the call has a use for are as good as those that it has.
 void plans_are_cut_to_size() {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kMatmulAllReduce}) {
@@ -342,6 +365,20 @@ void bad_products_are_named() {
   check_fault(Call(Op::kMatmulReduceScatter).several(), {[](Call& c) { c.xs[1][0] = 3; }, {"x of product 2 must be"}});
 }
 
+void bad_transposed_x_is_named() {
+  check_fault(Call(Op::kAllGatherMatmul), {[](Call& c) { c.attributes.transpose_x = 1; }, {"transpose_x is 1", "gathered"}});
+  auto turn = [](Call& c) {
+    c.attributes.transpose_x = 1;
+    std::swap(c.x[1], c.x[2]);
+  };
+  check_fault(Call(Op::kMatmulReduceScatter), {[&](Call& c) { turn(c), c.attributes.few_rows = 1; }, {"few_rows"}});
+  check_fault(Call(Op::kMatmulReduceScatter), {[&](Call& c) { turn(c), c.float8(ffi::F8E4M3FN); }, {"float8 x", "contiguous"}});
+  check_fault(Call(Op::kMatmulReduceScatter), {[&](Call& c) { turn(c), ++c.x[1]; }, {"contraction size 8", "7"}});
+  check_fault(Call(Op::kMatmulReduceScatter), {[&](Call& c) { turn(c), ++c.x[2]; }, {"41 rows"}});
+
+  check_fault(Call(Op::kMatmulReduceScatter).several(), {turn, {"x of product 1 must be (2, 3, 40)"}});
+}
+
 void float8_has_a_scale() {
   for (Op op : kOps)
     for (ffi::DataType type : {ffi::F8E4M3FN, ffi::F8E5M2}) {
@@ -379,6 +416,8 @@ void float8_has_a_scale() {
 int main() {
   using namespace entwine;
   return check::run({{"good calls decode", good_calls_decode},
+                     {"transposed x decodes", transposed_x_decodes},
+                     {"bad transposed x is named", bad_transposed_x_is_named},
                      {"plans are cut to size", plans_are_cut_to_size},
                      {"an all-reduce takes any rows", an_all_reduce_takes_any_rows},
                      {"several products decode", several_products_decode},

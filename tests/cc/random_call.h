@@ -171,8 +171,9 @@ class Product {
     uint32_t k = spec_.k(product), n = spec_.n(product);
     for (uint32_t p = 0; p < k; ++p) {
       size_t place = spec_.transpose_w ? size_t(col) * k + p : size_t(p) * n + col;
-      double term = double(decode(x_[at(x_rank, x_product)], x_row * k + p, spec_.in)) *
-                    decode(w_[at(w_rank, product)], place, of_w(spec_.in));
+      size_t all = g_.all_rows(), x_place = spec_.transpose_x ? (x_row / all * k + p) * all + x_row % all : x_row * k + p;
+      double term =
+          double(decode(x_[at(x_rank, x_product)], x_place, spec_.in)) * decode(w_[at(w_rank, product)], place, of_w(spec_.in));
       sum += term;
       size += std::abs(term);
     }
@@ -268,6 +269,7 @@ inline CallSpec random_spec(Random& random, uint32_t ranks) {
     become_grouped(spec, random);
   else if (ranks > 1 && random.below(2) == 0)
     spec.plan.movers = random.upto(3);  // strategy "resident"
+  if (!spec.gather() && !is_float8(spec.in)) spec.transpose_x = random.below(2) == 0;
   return spec;
 }
 
