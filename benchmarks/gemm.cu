@@ -1,6 +1,9 @@
 // The matmul under the fused kernels, alone: all_gather_matmul in a team of one against cuBLAS, bfloat16, w as (k, n).
 //
-//   gemm [M N K ...]      by default the shapes below; JSON on stdout
+//   gemm [--sums | --transposed-x] [M N K ...]      by default the shapes below; JSON on stdout
+//
+// --sums times the matmul of strategy "signal" instead, whose tiles lie in scratch when it is done: the loop over k is that of
+// the ops which sum over ranks, without peers. --transposed-x is that of an x stored (k, m), with cuBLAS reading the same.
 //
 // Each round takes one sample of either in random order, for the reason that benchmarks/rounds.py gives; ratios are taken
 // within rounds. Operands rotate through several sets, so that w comes from memory as it does in a model. cuBLAS is found by
@@ -13,9 +16,12 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "kernel/signal.h"
 #include "kernel/sm90.h"
 #include "schedule/few_rows.h"
 #include "schedule/make_plan.h"
@@ -85,10 +91,12 @@ class Cublas {
     symbol<int (*)(void*, void*, size_t)>(library, "cublasSetWorkspace_v2")(handle_, workspace, 64u << 20);
     gemm_ = symbol<Gemm>(library, "cublasGemmEx");
   }
-  void multiply(int m, int n, int k, bf16 const* x, bf16 const* w, bf16* y) const {
+  void multiply(int m, int n, int k, bf16 const* x, bool transposed_x, bf16 const* w, bf16* y) const {
     constexpr int kBf16 = 14, kFloat32 = 68;
     float one = 1, zero = 0;
-    if (gemm_(handle_, 0, 0, n, m, k, &one, w, kBf16, n, x, kBf16, k, &zero, y, kBf16, n, kFloat32, -1) != 0) std::exit(2);
+    int turn = transposed_x ? 1 : 0, pitch = transposed_x ? m : k;
+    if (gemm_(handle_, 0, turn, n, m, k, &one, w, kBf16, n, x, kBf16, pitch, &zero, y, kBf16, n, kFloat32, -1) != 0)
+      std::exit(2);
   }
 
  private:
@@ -102,12 +110,16 @@ struct Set {
   bf16 *x, *w, *y;
 };
 
+struct Kernel {
+  bool sums, transposed_x;
+};
+
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
 }
 
-void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, bool last) {
+void measure(int m, int n, int k, Kernel kernel, Cublas const& cublas, cudaStream_t stream, bool last) {
   size_t x_count = size_t(m) * k, w_count = size_t(k) * n, y_count = size_t(m) * n;
   std::vector<Set> sets(kSets);
   for (uint32_t i = 0; i < kSets; ++i) {
@@ -134,10 +146,39 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
   CHECK_CUDA(cudaGetDevice(&device));
   CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   call.multiprocessors = uint32_t(multiprocessors);
+  sm90::SignalCall sums{};
+  if (kernel.sums) {
+    call.plan.form = schedule::Form::kTiles;
+    call.plan.tile_m = 256;
+    sums.op = schedule::Op::kMatmulAllReduce;
+    sums.geometry = call.geometry;
+    sums.geometry.tile_m = 256;
+    sums.raster = 4;
+    sums.operands = Operands::kBf16;
+    sums.transposed_x = kernel.transposed_x;
+    schedule::SignalPlan plan{2, 0, false};
+    sums.groups =
+        schedule::make_groups(sums.op, schedule::Target::kSm90, sums.geometry, plan, schedule::kSm90Multiprocessors, 2).groups;
+    CHECK_CUDA(cudaMalloc(&sums.scratch, schedule::scratch_bytes(sums.op, sums.geometry, 2, false)));
+    sums.ranks = 1;
+    CHECK_CUDA(sm90::load_signal_kernels());
+    if (std::string why = sm90::unsupported(sums); !why.empty()) {
+      std::fprintf(stderr, "%d %d %d: %s\n", m, n, k, why.c_str());
+      std::exit(1);
+    }
+  }
   int turn = 0;
   auto run = [&](bool ours) {
     Set const& set = sets[turn++ % kSets];
-    if (!ours) return cublas.multiply(m, n, k, set.x, set.w, set.y);
+    if (!ours) return cublas.multiply(m, n, k, set.x, kernel.transposed_x, set.w, set.y);
+    if (kernel.sums) {
+      sums.x = set.x;
+      sums.w = set.w;
+      sums.y = set.y;
+      CHECK_CUDA(cudaMemsetAsync(sums.scratch, 0, schedule::kScratchHead, stream));
+      CHECK_CUDA(sm90::launch_sums(sums, call.multiprocessors / 2, stream));
+      return;
+    }
     call.x[0] = set.x;
     call.w[0] = set.w;
     call.y[0] = set.y;
@@ -158,14 +199,15 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
 
   // The same product of the first set, before anything is timed.
   bf16* want = nullptr;
-  double *sums = nullptr, found[2];
+  double *errors = nullptr, found[2];
   CHECK_CUDA(cudaMalloc(&want, y_count * 2));
-  CHECK_CUDA(cudaMalloc(&sums, sizeof found));
-  CHECK_CUDA(cudaMemsetAsync(sums, 0, sizeof found, stream));
+  CHECK_CUDA(cudaMalloc(&errors, sizeof found));
+  CHECK_CUDA(cudaMemsetAsync(errors, 0, sizeof found, stream));
   run(true);
-  cublas.multiply(m, n, k, sets[0].x, sets[0].w, want);
-  compare<<<256, 256, 0, stream>>>(sets[0].y, want, y_count, sums);
-  CHECK_CUDA(cudaMemcpyAsync(found, sums, sizeof found, cudaMemcpyDeviceToHost, stream));
+  if (kernel.sums) CHECK_CUDA(sm90::launch_finish(sums, 0, sums.groups.count, call.multiprocessors, stream));
+  cublas.multiply(m, n, k, sets[0].x, kernel.transposed_x, sets[0].w, want);
+  compare<<<256, 256, 0, stream>>>(sets[0].y, want, y_count, errors);
+  CHECK_CUDA(cudaMemcpyAsync(found, errors, sizeof found, cudaMemcpyDeviceToHost, stream));
   CHECK_CUDA(cudaStreamSynchronize(stream));
   double error = std::sqrt(found[0] / found[1]);
   if (!(error < 4e-3)) {
@@ -198,8 +240,9 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
   for (Set const& set : sets)
     for (bf16* each : {set.x, set.w, set.y}) CHECK_CUDA(cudaFree(each));
   CHECK_CUDA(cudaFree(arena));
+  CHECK_CUDA(cudaFree(sums.scratch));
   CHECK_CUDA(cudaFree(want));
-  CHECK_CUDA(cudaFree(sums));
+  CHECK_CUDA(cudaFree(errors));
 }
 
 }  // namespace
@@ -207,10 +250,18 @@ void measure(int m, int n, int k, Cublas const& cublas, cudaStream_t stream, boo
 int main(int count, char** arguments) {
   std::vector<int> sizes = {8192, 8192, 8192, 8192, 4096, 7168, 8192, 8192, 3584, 4096, 8192, 2048,
                             512,  8192, 3584, 512,  3584, 8192, 1024, 8192, 3584, 1024, 3584, 8192};
-  if (count > 1) sizes.assign(size_t(count - 1), 0);
-  for (int i = 1; i < count; ++i) sizes[size_t(i - 1)] = std::atoi(arguments[i]);
+  Kernel kernel{};
+  int first = 1;
+  if (count > 1 && std::strncmp(arguments[1], "--", 2) == 0) {
+    kernel.transposed_x = std::strcmp(arguments[1], "--transposed-x") == 0;
+    kernel.sums = kernel.transposed_x || std::strcmp(arguments[1], "--sums") == 0;
+    first = kernel.sums ? 2 : count;
+    if (!kernel.sums) sizes.assign(1, 0);
+  }
+  if (count > first) sizes.clear();
+  for (int i = first; i < count; ++i) sizes.push_back(std::atoi(arguments[i]));
   if (sizes.size() % 3 != 0) {
-    std::fprintf(stderr, "usage: gemm [M N K ...]\n");
+    std::fprintf(stderr, "usage: gemm [--sums | --transposed-x] [M N K ...]\n");
     return 2;
   }
   cudaStream_t stream;
@@ -219,7 +270,7 @@ int main(int count, char** arguments) {
   Cublas cublas(stream);
   std::printf("[\n");
   for (size_t i = 0; i < sizes.size(); i += 3)
-    measure(sizes[i], sizes[i + 1], sizes[i + 2], cublas, stream, i + 3 == sizes.size());
+    measure(sizes[i], sizes[i + 1], sizes[i + 2], kernel, cublas, stream, i + 3 == sizes.size());
   std::printf("]\n");
   return 0;
 }

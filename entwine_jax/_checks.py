@@ -72,8 +72,8 @@ def shapes(
     base: str | None = None,
     transpose_x: bool = False,
 ) -> None:
-    """x (..., rows, k) or transposed (..., k, rows), w (k, n) or transposed (n, k); the rows that reduce-scatter divides
-    must be a multiple of the team's size. `base` is the op where users know it by another name."""
+    """x (..., rows, k) or transposed (..., k, rows), w (k, n) or transposed (n, k); the rows that reduce-scatter
+    divides must be a multiple of the team's size. `base` is the op where users know it by another name."""
     if len(x) < 2:
         needed = "a contraction and rows, (..., k, rows)" if transpose_x else "rows and a contraction, (..., rows, k)"
         raise TypeError(f"entwine_jax.{op}: x has shape {x} but needs {needed}; add a dimension")

@@ -28,8 +28,8 @@ def run(
 ) -> tuple[jax.Array, jax.Array | None]:
     """y, and the gathered array if `request.gathers`: all of x (all-gather) or of z (reduce-scatter).
 
-    x (batch, rows, k) or (batch, k, rows), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does. A bias (n) varies as
-    y does.
+    x (batch, rows, k) or (batch, k, rows), w (k, n) or (n, k), of one dtype and varying over the same axes, as z does.
+    A bias (n) varies as y does.
     """
     request = dataclasses.replace(request, biased=bias is not None)
     choice = _strategy.choose(request, x, w)

@@ -51,8 +51,8 @@ def float8_rows(op: str, transpose_x: bool) -> None:
     """Of a float8 x."""
     if transpose_x:
         raise NotImplementedError(
-            f"entwine_jax.{op}: transpose_x=True of a float8 x, which the tensor cores take only if it is contiguous in "
-            "the contraction; pass it as (..., m, k), or cast it to bfloat16"
+            f"entwine_jax.{op}: transpose_x=True of a float8 x, which the tensor cores take only if it is contiguous "
+            "in the contraction; pass it as (..., m, k), or cast it to bfloat16"
         )
 
 

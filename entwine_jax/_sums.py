@@ -76,9 +76,9 @@ def matmul_reduce_scatter(
       bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes),
       and the ranks' sums are added in float32 in rank order. So the result is the same to the bit in every run.
 
-    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: twice
-    ``(t - 1)`` chunks of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
-    bytes.
+    Types and row lengths are those of `all_gather_matmul` (of x with ``transpose_x=True`` the length of a row is m, and
+    few rows take no kernel of their own). Each team keeps peer-mapped memory for all its calls: twice ``(t - 1)``
+    chunks of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the bytes.
 
     Raises:
       ValueError: rows that the team can't share evenly; else what `all_gather_matmul` raises.
@@ -157,9 +157,9 @@ def matmul_all_reduce(
       128, on GPUs) every rank adds all ranks' sums itself, its own rounded like the others'. Either way the result is
       the same to the bit on every rank and in every run.
 
-    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: four
-    times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
-    bytes.
+    Types and row lengths are those of `matmul_reduce_scatter`. Each team keeps peer-mapped memory for all its calls:
+    four times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells
+    the bytes.
 
     It raises what `all_gather_matmul` does, and ValueError if a bias varies over the axis.
 

@@ -292,9 +292,12 @@ def test_keys():
 
 @pytest.mark.parametrize("op", SUMS)
 def test_tuned(op, measure):
-    f, shapes = spread(functools.partial(ours, strategy="auto"), op, mesh_of((2,)), (None,)), (
-        jax.ShapeDtypeStruct((2, 16, 24), jnp.float32),
-        jax.ShapeDtypeStruct((16, 32), jnp.float32),
+    f, shapes = (
+        spread(functools.partial(ours, strategy="auto"), op, mesh_of((2,)), (None,)),
+        (
+            jax.ShapeDtypeStruct((2, 16, 24), jnp.float32),
+            jax.ShapeDtypeStruct((16, 32), jnp.float32),
+        ),
     )
     measure(lambda _, plan: 2e-3 if plan is None else 1e-3)
     (row,) = entwine_jax.autotune(f, *shapes)

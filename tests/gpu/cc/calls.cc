@@ -17,6 +17,15 @@ Geometry geometry_for(Op op, Geometry const& g) {
                                        schedule::chunk_unit(schedule::Target::kSm90));
 }
 
+Geometry turned_geometry(Op op, Geometry const& g) {
+  Geometry turned = g;
+  while (turned.ranks * turned.m_shard % 8 != 0) ++turned.m_shard;
+  if (op != Op::kMatmulAllReduce) return turned;
+  uint32_t rows = g.batch * turned.m_shard * g.ranks;
+  return schedule::all_reduce_geometry(g.ranks, rows > 8 ? rows - 8 : rows, g.n, g.k, g.tile_m, g.tile_n,
+                                       schedule::chunk_unit(schedule::Target::kSm90));
+}
+
 Guarded take_y(Pool& pool, Op op, Geometry const& g, bool float_out) {
   uint64_t bytes = uint64_t{y_elements(op, g)} * (float_out ? 4 : 2) + 2 * kGuardBytes;
   return {pool.take(bytes), bytes};

@@ -36,6 +36,7 @@ std::string to_string(Variant const& v) {
   constexpr char const* kNames[] = {", bfloat16", ", float16", ", e4m3", ", e5m2"};
   text += kNames[static_cast<uint32_t>(v.operands)];
   if (v.float_out) text += " to float32";
+  if (v.transposed_x) text += ", x transposed";
   if (v.transposed_w) text += ", w transposed";
   if (v.finishes) text += ", bias and relu";
   if (v.few_rows) return text + ", few rows";
@@ -184,6 +185,7 @@ void EmulatedTeam::launch(Rank& rank, schedule::Geometry const& geometry, Varian
   if (variant.pushers == 1) call.plan.copiers = 1;
   call.operands = variant.operands;
   call.transposed_w = variant.transposed_w;
+  call.transposed_x = variant.transposed_x;
   call.float_out = variant.float_out;
   call.x[0] = x;
   call.w[0] = w;

@@ -10,6 +10,13 @@ __global__ void put_x(uint8_t* x, Operands operands, uint32_t count, uint32_t se
   for (uint32_t i = first_index(); i < count; i += index_step()) put(x, operands, i, element(seed, i));
 }
 
+__global__ void put_turned_x(uint8_t* x, Operands operands, uint32_t rows, uint32_t k, uint32_t batch, uint32_t seed) {
+  for (uint32_t i = first_index(); i < batch * rows * k; i += index_step()) {
+    uint32_t row = i / k, p = i - row * k, b = row / rows;
+    put(x, operands, (b * k + p) * rows + row - b * rows, element(seed, i));
+  }
+}
+
 __global__ void put_w(uint8_t* w, Operands operands, uint32_t n, uint32_t k, bool transposed, uint32_t seed) {
   for (uint32_t i = first_index(); i < n * k; i += index_step()) {
     uint32_t row = i / n, col = i - row * n;
@@ -78,6 +85,11 @@ __global__ void idle(uint64_t nanoseconds) {
 
 void fill_x(Rank const& rank, uint8_t* x, Operands operands, uint32_t count, uint32_t seed) {
   put_x<<<blocks_for(count), kThreads, 0, rank.stream>>>(x, operands, count, seed);
+  CHECK_CUDA(cudaGetLastError());
+}
+
+void fill_turned_x(Rank const& rank, uint8_t* x, Operands operands, uint32_t rows, uint32_t k, uint32_t batch, uint32_t seed) {
+  put_turned_x<<<blocks_for(batch * rows * k), kThreads, 0, rank.stream>>>(x, operands, rows, k, batch, seed);
   CHECK_CUDA(cudaGetLastError());
 }
 

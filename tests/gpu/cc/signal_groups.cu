@@ -20,7 +20,7 @@ using sm90::SignalCall;
 struct Setup {
   Op op;
   Operands operands;
-  bool transposed_w, finishes, engines;
+  bool transposed_w, transposed_x, finishes, engines;
   schedule::TileShape tile;
   uint32_t waves;     // a group; 0: what the search finds
   uint32_t clusters;  // that multiply
@@ -63,7 +63,9 @@ class Case {
       : team_(team), s_(setup), g_(shape), seed_(seed), buffers_(team.size()) {
     g_.tile_m = s_.tile.m;
     g_.tile_n = s_.tile.n;
-    if (s_.op == Op::kMatmulAllReduce)
+    if (s_.transposed_x)
+      g_ = turned_geometry(s_.op, g_);
+    else if (s_.op == Op::kMatmulAllReduce)
       g_ = schedule::all_reduce_geometry(g_.ranks, g_.ranks * g_.batch * g_.m_shard - 1, g_.n, g_.k, g_.tile_m, g_.tile_n,
                                          schedule::chunk_unit(schedule::Target::kSm90));
     schedule::SignalPlan plan{s_.engines ? 0u : 2u, s_.waves, false};
@@ -91,9 +93,9 @@ class Case {
   bool gather() const { return s_.op == Op::kAllGatherMatmul; }
   bool f16() const { return s_.operands == Operands::kF16; }
   std::string name() const {
-    return std::string("signal ") + schedule::op_name(s_.op) + (f16() ? ", f16" : ", bf16") + (s_.transposed_w ? ", w.T" : "") +
-           (s_.finishes ? ", bias and relu" : "") + (s_.engines ? ", copy engines, " : ", ") + to_string(g_) + ", " +
-           std::to_string(groups_.count) + " groups";
+    return std::string("signal ") + schedule::op_name(s_.op) + (f16() ? ", f16" : ", bf16") + (s_.transposed_x ? ", x.T" : "") +
+           (s_.transposed_w ? ", w.T" : "") + (s_.finishes ? ", bias and relu" : "") +
+           (s_.engines ? ", copy engines, " : ", ") + to_string(g_) + ", " + std::to_string(groups_.count) + " groups";
   }
 
   SignalCall call(Rank const& rank, Buffers const& b) const {
@@ -103,6 +105,7 @@ class Case {
     c.raster = 2;
     c.operands = s_.operands;
     c.transposed_w = s_.transposed_w;
+    c.transposed_x = s_.transposed_x;
     c.x = b.x;
     c.w = b.w;
     c.y = b.y.y();
@@ -140,7 +143,10 @@ class Case {
     CHECK_CUDA(cudaMemsetAsync(pool.base(), kPoison, pool.used(), rank.stream));
     CHECK_CUDA(cudaMemsetAsync(b.verdict, 0, sizeof(Verdict), rank.stream));
     CHECK_CUDA(cudaMemsetAsync(b.scratch, 0, schedule::kScratchHead, rank.stream));
-    fill_x(rank, b.x, s_.operands, x_elements(s_.op, g_), x_seed(seed_, rank.number));
+    if (s_.transposed_x)
+      fill_turned_x(rank, b.x, s_.operands, g_.all_rows(), g_.k, g_.batch, x_seed(seed_, rank.number));
+    else
+      fill_x(rank, b.x, s_.operands, x_elements(s_.op, g_), x_seed(seed_, rank.number));
     fill_w(rank, b.w, s_.operands, g_.n, g_.k, s_.transposed_w, w_seed(seed_, rank.number));
     fill_bias(rank, b.bias, g_.n, bias_seed(s_.op, seed_, rank.number));
     fill_expected(rank, b.want, {s_.op, g_, seed_, rank.number});
@@ -266,7 +272,11 @@ void signal_groups(EmulatedTeam& team) {
               if ((each_once() && another) || out_of_time()) continue;
               ++seed;
               bool engines = operands == Operands::kBf16 ? transposed_w : seed % 4 < 2;
-              Setup setup{op, operands, transposed_w, seed % 2 == 0, engines, tile, seed % 3, clusters};
+              Setup setup{op, operands, transposed_w, false, seed % 2 == 0, engines, tile, seed % 3, clusters};
+              if (fault.empty()) fault = Case(team, setup, shape, seed).fault();
+              ++calls;
+              if (op == Op::kAllGatherMatmul) continue;
+              setup.transposed_x = true;
               if (fault.empty()) fault = Case(team, setup, shape, seed).fault();
               ++calls;
             }
