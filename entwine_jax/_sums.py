@@ -49,7 +49,8 @@ def matmul_reduce_scatter(
     With ``transpose_x=True`` it is the weight gradient of data-parallel training, ``x.T @ dy`` summed over the ranks,
     which have tokens of their own, and shared out by rows as FSDP shards weights and optimizer states::
 
-        dw = matmul_reduce_scatter(x, dy, "data", transpose_x=True)  # x (tokens, k), dy (tokens, n) -> (k / t, n)
+        # x (tokens, m), dy (tokens, n) -> dw (m / t, n)
+        dw = matmul_reduce_scatter(x, dy, "data", transpose_x=True)
 
     The sum of several products, ``reduce_scatter(x1 @ w1 + x2 @ w2)``, is one kernel; x and w are sequences then::
 
@@ -86,12 +87,12 @@ def matmul_reduce_scatter(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_reduce_scatter"
-    epilogue: Any = {"bias": bias, "activation": activation, "scales": scales}
-    stored: Any = {"transpose_w": transpose_w, "transpose_x": transpose_x}
+    keywords: Any = {"transpose_w": transpose_w, "transpose_x": transpose_x}
+    keywords |= {"bias": bias, "activation": activation, "scales": scales}
     options = axis_name, preferred_element_type, precision, strategy, config
     if isinstance(x, tuple | list) or isinstance(w, tuple | list):
-        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **stored, **epilogue)
-    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **stored, **epilogue)[0]
+        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **keywords)
+    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **keywords)[0]
 
 
 def matmul_all_reduce(
@@ -126,7 +127,8 @@ def matmul_all_reduce(
     With ``transpose_x=True`` it is the weight gradient of data-parallel training with replicated weights, ``x.T @ dy``
     summed over the ranks, which have tokens of their own::
 
-        dw = matmul_all_reduce(x, dy, "data", transpose_x=True)  # x (tokens, k), dy (tokens, n) -> (k, n)
+        # x (tokens, m), dy (tokens, n) -> dw (m, n)
+        dw = matmul_all_reduce(x, dy, "data", transpose_x=True)
 
     Any ``m`` will do. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the same), or vary over
     other axes of the mesh. Where the rows of y may stay sharded, `matmul_reduce_scatter` moves half of the bytes.
@@ -142,8 +144,8 @@ def matmul_all_reduce(
       w: the rank's part of the contraction, a matrix. Or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
-      transpose_x: whether x is stored as ``(..., k / t, m)``; it is read as it lies, but for several
-        batches, which XLA lays side by side first (a copy that `explain` names). For one product, not of float8.
+      transpose_x: whether x is stored as ``(..., k / t, m)``; it is read as it lies, but for several batches,
+        which XLA lays side by side first (a copy that `explain` names). For one product, not of float8.
       bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
         on every rank, (n,), the same on all, and added once.
       scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
@@ -166,9 +168,9 @@ def matmul_all_reduce(
     The algorithm is FLUX's (arXiv 2406.06858), with the paced tile order of Entwine (arXiv 2609.11562).
     """
     op = "matmul_all_reduce"
-    epilogue: Any = {"bias": bias, "activation": activation, "scales": scales}
-    stored: Any = {"transpose_w": transpose_w, "transpose_x": transpose_x}
+    keywords: Any = {"transpose_w": transpose_w, "transpose_x": transpose_x}
+    keywords |= {"bias": bias, "activation": activation, "scales": scales}
     options = axis_name, preferred_element_type, precision, strategy, config
     if isinstance(x, tuple | list) or isinstance(w, tuple | list):
-        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **stored, **epilogue)
-    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **stored, **epilogue)[0]
+        return _on_ranks.sum_of(op, cast(Any, x), cast(Any, w), *options, **keywords)
+    return _on_ranks.on_ranks(op, cast(ArrayLike, x), cast(ArrayLike, w), *options, **keywords)[0]
