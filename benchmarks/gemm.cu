@@ -1,6 +1,10 @@
 // The matmul under the fused kernels, alone: all_gather_matmul in a team of one against cuBLAS, bfloat16, w as (k, n).
 //
-//   gemm [--tile 256x224] [M N K ...]      by default the plan's tile and the shapes below; JSON on stdout
+//   gemm [--tile 256x224 | --sums | --transposed-x] [M N K ...]
+//
+// By default the plan's tile and the shapes below; JSON on stdout. --sums times the matmul of strategy "signal" instead, whose
+// tiles lie in scratch when it is done: the loop over k is that of the ops which sum over ranks, without peers. --transposed-x
+// is that of an x stored (k, m), with cuBLAS reading the same.
 //
 // Each round takes one sample of either in random order, for the reason that benchmarks/rounds.py gives; ratios are taken
 // within rounds. Operands rotate through several sets, so that w comes from memory as it does in a model. cuBLAS is found by
@@ -13,10 +17,11 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "kernel/signal.h"
 #include "kernel/sm90.h"
 #include "schedule/few_rows.h"
 #include "schedule/make_plan.h"
@@ -86,10 +91,12 @@ class Cublas {
     symbol<int (*)(void*, void*, size_t)>(library, "cublasSetWorkspace_v2")(handle_, workspace, 64u << 20);
     gemm_ = symbol<Gemm>(library, "cublasGemmEx");
   }
-  void multiply(int m, int n, int k, bf16 const* x, bf16 const* w, bf16* y) const {
+  void multiply(int m, int n, int k, bf16 const* x, bool transposed_x, bf16 const* w, bf16* y) const {
     constexpr int kBf16 = 14, kFloat32 = 68;
     float one = 1, zero = 0;
-    if (gemm_(handle_, 0, 0, n, m, k, &one, w, kBf16, n, x, kBf16, k, &zero, y, kBf16, n, kFloat32, -1) != 0) std::exit(2);
+    int turn = transposed_x ? 1 : 0, pitch = transposed_x ? m : k;
+    if (gemm_(handle_, 0, turn, n, m, k, &one, w, kBf16, n, x, kBf16, pitch, &zero, y, kBf16, n, kFloat32, -1) != 0)
+      std::exit(2);
   }
 
  private:
@@ -103,12 +110,17 @@ struct Set {
   bf16 *x, *w, *y;
 };
 
+struct Kernel {
+  bool sums, transposed_x;
+  schedule::TileShape tile;  // {}: the plan's
+};
+
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
 }
 
-void measure(int m, int n, int k, schedule::TileShape const* tile, Cublas const& cublas, cudaStream_t stream, bool last) {
+void measure(int m, int n, int k, Kernel kernel, Cublas const& cublas, cudaStream_t stream, bool last) {
   size_t x_count = size_t(m) * k, w_count = size_t(k) * n, y_count = size_t(m) * n;
   std::vector<Set> sets(kSets);
   for (uint32_t i = 0; i < kSets; ++i) {
@@ -123,8 +135,8 @@ void measure(int m, int n, int k, schedule::TileShape const* tile, Cublas const&
   call.op = schedule::Op::kAllGatherMatmul;
   call.geometry = {1, 1, uint32_t(m), uint32_t(n), uint32_t(k), 1, 1};
   call.plan = schedule::make_plan(call.op, schedule::Target::kSm90, call.geometry, 2);
-  if (tile != nullptr) {
-    call.plan = schedule::plan_of_tile(call.op, call.geometry, *tile, 2, 2, false);
+  if (kernel.tile.m != 0) {
+    call.plan = schedule::plan_of_tile(call.op, call.geometry, kernel.tile, 2, 2, false);
     call.plan.form = schedule::Form::kTiles;
   }
   call.geometry.tile_m = call.plan.tile_m;
@@ -139,10 +151,40 @@ void measure(int m, int n, int k, schedule::TileShape const* tile, Cublas const&
   CHECK_CUDA(cudaGetDevice(&device));
   CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   call.multiprocessors = uint32_t(multiprocessors);
+  sm90::SignalCall sums{};
+  if (kernel.sums) {
+    call.plan.form = schedule::Form::kTiles;
+    if (!schedule::is_signal_tile(call.plan.tile_m, call.plan.tile_n)) call.plan.tile_m = call.plan.tile_n = 256;
+    sums.op = schedule::Op::kMatmulAllReduce;
+    sums.geometry = call.geometry;
+    sums.geometry.tile_m = call.plan.tile_m;
+    sums.geometry.tile_n = call.plan.tile_n;
+    sums.raster = 4;
+    sums.operands = Operands::kBf16;
+    sums.transposed_x = kernel.transposed_x;
+    schedule::SignalPlan plan{2, 0, false};
+    sums.groups =
+        schedule::make_groups(sums.op, schedule::Target::kSm90, sums.geometry, plan, schedule::kSm90Multiprocessors, 2).groups;
+    CHECK_CUDA(cudaMalloc(&sums.scratch, schedule::scratch_bytes(sums.op, sums.geometry, 2, false)));
+    sums.ranks = 1;
+    CHECK_CUDA(sm90::load_signal_kernels());
+    if (std::string why = sm90::unsupported(sums); !why.empty()) {
+      std::fprintf(stderr, "%d %d %d: %s\n", m, n, k, why.c_str());
+      std::exit(1);
+    }
+  }
   int turn = 0;
   auto run = [&](bool ours) {
     Set const& set = sets[turn++ % kSets];
-    if (!ours) return cublas.multiply(m, n, k, set.x, set.w, set.y);
+    if (!ours) return cublas.multiply(m, n, k, set.x, kernel.transposed_x, set.w, set.y);
+    if (kernel.sums) {
+      sums.x = set.x;
+      sums.w = set.w;
+      sums.y = set.y;
+      CHECK_CUDA(cudaMemsetAsync(sums.scratch, 0, schedule::kScratchHead, stream));
+      CHECK_CUDA(sm90::launch_sums(sums, call.multiprocessors / 2, stream));
+      return;
+    }
     call.x[0] = set.x;
     call.w[0] = set.w;
     call.y[0] = set.y;
@@ -163,14 +205,15 @@ void measure(int m, int n, int k, schedule::TileShape const* tile, Cublas const&
 
   // The same product of the first set, before anything is timed.
   bf16* want = nullptr;
-  double *sums = nullptr, found[2];
+  double *errors = nullptr, found[2];
   CHECK_CUDA(cudaMalloc(&want, y_count * 2));
-  CHECK_CUDA(cudaMalloc(&sums, sizeof found));
-  CHECK_CUDA(cudaMemsetAsync(sums, 0, sizeof found, stream));
+  CHECK_CUDA(cudaMalloc(&errors, sizeof found));
+  CHECK_CUDA(cudaMemsetAsync(errors, 0, sizeof found, stream));
   run(true);
-  cublas.multiply(m, n, k, sets[0].x, sets[0].w, want);
-  compare<<<256, 256, 0, stream>>>(sets[0].y, want, y_count, sums);
-  CHECK_CUDA(cudaMemcpyAsync(found, sums, sizeof found, cudaMemcpyDeviceToHost, stream));
+  if (kernel.sums) CHECK_CUDA(sm90::launch_finish(sums, 0, sums.groups.count, call.multiprocessors, stream));
+  cublas.multiply(m, n, k, sets[0].x, kernel.transposed_x, sets[0].w, want);
+  compare<<<256, 256, 0, stream>>>(sets[0].y, want, y_count, errors);
+  CHECK_CUDA(cudaMemcpyAsync(found, errors, sizeof found, cudaMemcpyDeviceToHost, stream));
   CHECK_CUDA(cudaStreamSynchronize(stream));
   double error = std::sqrt(found[0] / found[1]);
   if (!(error < 4e-3)) {
@@ -203,31 +246,36 @@ void measure(int m, int n, int k, schedule::TileShape const* tile, Cublas const&
   for (Set const& set : sets)
     for (bf16* each : {set.x, set.w, set.y}) CHECK_CUDA(cudaFree(each));
   CHECK_CUDA(cudaFree(arena));
+  CHECK_CUDA(cudaFree(sums.scratch));
   CHECK_CUDA(cudaFree(want));
-  CHECK_CUDA(cudaFree(sums));
+  CHECK_CUDA(cudaFree(errors));
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  schedule::TileShape tile{};
-  bool given = count > 2 && std::strcmp(arguments[1], "--tile") == 0;
-  if (given) {
-    bool read = std::sscanf(arguments[2], "%ux%u", &tile.m, &tile.n) == 2;
-    if (!read || !schedule::is_sm90_tile(tile, 2)) {
-      std::fprintf(stderr, "--tile %s: there is no such tile\n", arguments[2]);
-      return 2;
-    }
-    count -= 2;
-    arguments += 2;
-  }
   std::vector<int> sizes = {8192, 8192, 8192, 8192, 4096, 7168,  8192, 8192, 3584, 4096, 8192, 2048, 4096,
                             3584, 8192, 4096, 1792, 4096, 1024,  6656, 16384, 2048, 5120, 3456, 512, 8192,
                             3584, 512,  3584, 8192, 512,  5120,  8192, 1024, 8192, 3584, 1024, 3584, 8192};
-  if (count > 1) sizes.assign(size_t(count - 1), 0);
-  for (int i = 1; i < count; ++i) sizes[size_t(i - 1)] = std::atoi(arguments[i]);
-  if (sizes.size() % 3 != 0) {
-    std::fprintf(stderr, "usage: gemm [--tile MxN] [M N K ...]\n");
+  Kernel kernel{};
+  std::vector<std::string> given(arguments + 1, arguments + count);
+  size_t first = 0;
+  if (given.size() > 1 && given[0] == "--tile") {
+    bool read = std::sscanf(given[1].c_str(), "%ux%u", &kernel.tile.m, &kernel.tile.n) == 2;
+    if (!read || !schedule::is_sm90_tile(kernel.tile, 2)) {
+      std::fprintf(stderr, "--tile %s: there is no such tile\n", given[1].c_str());
+      return 2;
+    }
+    first = 2;
+  } else if (!given.empty() && (given[0] == "--sums" || given[0] == "--transposed-x")) {
+    kernel.sums = true;
+    kernel.transposed_x = given[0] == "--transposed-x";
+    first = 1;
+  }
+  if (given.size() > first) sizes.clear();
+  for (size_t i = first; i < given.size(); ++i) sizes.push_back(std::atoi(given[i].c_str()));
+  if (sizes.size() % 3 != 0 || *std::min_element(sizes.begin(), sizes.end()) < 1) {
+    std::fprintf(stderr, "usage: gemm [--tile MxN | --sums | --transposed-x] [M N K ...]\n");
     return 2;
   }
   cudaStream_t stream;
@@ -236,7 +284,7 @@ int main(int count, char** arguments) {
   Cublas cublas(stream);
   std::printf("[\n");
   for (size_t i = 0; i < sizes.size(); i += 3)
-    measure(sizes[i], sizes[i + 1], sizes[i + 2], given ? &tile : nullptr, cublas, stream, i + 3 == sizes.size());
+    measure(sizes[i], sizes[i + 1], sizes[i + 2], kernel, cublas, stream, i + 3 == sizes.size());
   std::printf("]\n");
   return 0;
 }

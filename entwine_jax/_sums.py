@@ -49,7 +49,8 @@ def matmul_reduce_scatter(
     With ``transpose_x=True`` it is the weight gradient of data-parallel training, ``x.T @ dy`` summed over the ranks,
     which have tokens of their own, and shared out by rows as FSDP shards weights and optimizer states::
 
-        dw = matmul_reduce_scatter(x, dy, "data", transpose_x=True)  # x (tokens, k), dy (tokens, n) -> (k / t, n)
+        # x (tokens, m), dy (tokens, n) -> dw (m / t, n)
+        dw = matmul_reduce_scatter(x, dy, "data", transpose_x=True)
 
     The sum of several products, ``reduce_scatter(x1 @ w1 + x2 @ w2)``, is one kernel; x and w are sequences then::
 
@@ -76,9 +77,10 @@ def matmul_reduce_scatter(
       bfloat16 each of a peer's is rounded once; ``preferred_element_type=float32`` avoids that for twice the bytes),
       and the ranks' sums are added in float32 in rank order. So the result is the same to the bit in every run.
 
-    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: twice
-    ``(t - 1)`` chunks of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
-    bytes.
+    Types and row lengths are those of `all_gather_matmul` (of x with ``transpose_x=True`` the length of a row is m, of
+    which each rank's part must be a multiple of 16 bytes, and few rows take no kernel of their own). Each team keeps
+    peer-mapped memory for all its calls: twice ``(t - 1)`` chunks of ``y`` (in whole tiles) for the largest call, plus
+    a few words a tile; `explain` tells the bytes.
 
     Raises:
       ValueError: rows that the team can't share evenly; else what `all_gather_matmul` raises.
@@ -126,7 +128,8 @@ def matmul_all_reduce(
     With ``transpose_x=True`` it is the weight gradient of data-parallel training with replicated weights, ``x.T @ dy``
     summed over the ranks, which have tokens of their own::
 
-        dw = matmul_all_reduce(x, dy, "data", transpose_x=True)  # x (tokens, k), dy (tokens, n) -> (k, n)
+        # x (tokens, m), dy (tokens, n) -> dw (m, n)
+        dw = matmul_all_reduce(x, dy, "data", transpose_x=True)
 
     Any ``m`` will do. ``x`` and ``w`` may also be replicated over the axis (each rank then adds the same), or vary over
     other axes of the mesh. Where the rows of y may stay sharded, `matmul_reduce_scatter` moves half of the bytes.
@@ -142,8 +145,8 @@ def matmul_all_reduce(
       w: the rank's part of the contraction, a matrix. Or several.
       axis_name: the mesh axis of the team, or a tuple of axes from major to minor.
       transpose_w: whether w is stored as ``(n, k / t)``; it is read as it lies.
-      transpose_x: whether x is stored as ``(..., k / t, m)``; it is read as it lies, but for several
-        batches, which XLA lays side by side first (a copy that `explain` names). For one product, not of float8.
+      transpose_x: whether x is stored as ``(..., k / t, m)``; it is read as it lies, but for several batches,
+        which XLA lays side by side first (a copy that `explain` names). For one product, not of float8.
       bias, activation: as in `all_gather_matmul`, ``y = activation(all_reduce(x @ w) + bias)``; the bias is whole
         on every rank, (n,), the same on all, and added once.
       scales: as in `all_gather_matmul`, but either may differ from rank to rank: partial sums are multiplied by them,
@@ -157,9 +160,9 @@ def matmul_all_reduce(
       128, on GPUs) every rank adds all ranks' sums itself, its own rounded like the others'. Either way the result is
       the same to the bit on every rank and in every run.
 
-    Types and row lengths are those of `all_gather_matmul`. Each team keeps peer-mapped memory for all its calls: four
-    times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest call, plus a few words a tile; `explain` tells the
-    bytes.
+    Types and row lengths are those of `matmul_reduce_scatter`, but that no rank has a part of m to itself. Each team
+    keeps peer-mapped memory for all its calls: four times ``(t - 1) / t`` of ``y`` (in whole tiles) for the largest
+    call, plus a few words a tile; `explain` tells the bytes.
 
     It raises what `all_gather_matmul` does, and ValueError if a bias varies over the axis.
 

@@ -57,6 +57,7 @@ def test_what_would_be_measured(tuned_cache, capsys):
     for arguments, words in (
         (["matmul_all_reduce", "63", "24", "16", "--dtype", "float8_e4m3fn"], "float8_e4m3fn(1, 63, 16)"),
         (["all_gather_matmul", "64", "24", "16", "--transpose-w", "--gathers"], "bfloat16(24, 16).T"),
+        (["matmul_all_reduce", "64", "24", "16", "--transpose-x"], "bfloat16(1, 16, 64).T @"),
         (["all_gather_matmul", "64", "24", "16", "--result", "float32"], "-> float32, 2 ranks"),
         (["tuned_here:f", "--args", "tuned_here:shapes"], "float32(1, 8, 8)"),
         (["tuned_here:f", "--args", "tuned_here:args"], "float32(1, 8, 8)"),
@@ -82,6 +83,7 @@ def test_nothing_to_measure(tuned_cache, capsys):
         (["matmul_reduce_scatter", "63", "24", "16", "--ranks", "2"], "2 ranks can't share 63 rows evenly; use 64"),
         (["matmul_reduce_scatter", "64", "24", "16", "--ranks", "99"], "not 99; without GPUs"),
         (["matmul_reduce_scatter", "64", "24", "16", "--gathers"], "--gathers is for all_gather_matmul"),
+        (["all_gather_matmul", "64", "24", "16", "--transpose-x"], "--transpose-x is for matmul_reduce_scatter"),
         (["matmul_reduce_scatter", "64", "24", "16", "--dtype", "float7"], "there is no dtype 'float7'"),
         (["matmul_reduce_scatter", "64", "24", "16", "--seconds", "0"], "--seconds 0: must be more than 0"),
         (["tuned_here:f", "1"], "only ops take sizes"),

@@ -48,6 +48,7 @@ def add_to(commands: Any) -> None:
         "--result", metavar="DTYPE", help="of an op's result; default: as the operands, bfloat16 for float8"
     )
     parser.add_argument("--transpose-w", action="store_true", help="an op's w is stored (n, k)")
+    parser.add_argument("--transpose-x", action="store_true", help="x is stored (k, m), of the two ops that sum")
     parser.add_argument("--gathers", action="store_true", help="all_gather_matmul that returns the gathered x too")
     parser.add_argument("--ranks", type=int, help="of an op's team; default: all devices")
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long it may take (default: 60)")
@@ -102,6 +103,8 @@ def _of_op(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, 
         raise UsageError(f"{ranks} ranks can't share {m} rows evenly; use {-(-m // ranks) * ranks}")
     if options.gathers and op != "all_gather_matmul":
         raise UsageError(f"--gathers is for all_gather_matmul, not {op}")
+    if options.transpose_x and op == "all_gather_matmul":
+        raise UsageError("--transpose-x is for matmul_reduce_scatter and matmul_all_reduce, not all_gather_matmul")
     dtype = _dtype(options.dtype)
     float8 = dtype in _float8_checks.FLOAT8
     result = _dtype(options.result) if options.result else jnp.dtype("bfloat16") if float8 else None
@@ -110,8 +113,11 @@ def _of_op(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, 
         keywords["scales"] = (jnp.float32(1), jnp.float32(k**-0.5))
     if options.gathers:
         keywords["return_gathered"] = True
+    if options.transpose_x:
+        keywords["transpose_x"] = True
     gather = op == "all_gather_matmul"
-    x = jax.ShapeDtypeStruct((m, k) if gather else (m, k * ranks), dtype)
+    x_shape = (m, k) if gather else (m, k * ranks)
+    x = jax.ShapeDtypeStruct(x_shape[::-1] if options.transpose_x else x_shape, dtype)
     w_shape = (k, n * ranks) if gather else (k * ranks, n)
     w = jax.ShapeDtypeStruct(w_shape[::-1] if options.transpose_w else w_shape, jnp.float8_e4m3fn if float8 else dtype)
     rows, columns = P("t", None), P(None, "t")
@@ -120,7 +126,7 @@ def _of_op(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, 
     mapped = jax.shard_map(
         lambda x, w: getattr(_ops if gather else _sums, op)(x, w, "t", **keywords),
         mesh=Mesh(np.array(jax.devices()[:ranks]), ("t",)),
-        in_specs=(rows if gather else columns, of_w),
+        in_specs=(rows if gather or options.transpose_x else columns, of_w),
         out_specs=(of_y, P()) if options.gathers else of_y,
         check_vma=False,
     )

@@ -12,9 +12,17 @@ using namespace entwine;
 
 Geometry geometry_for(Op op, Geometry const& g) {
   if (op != Op::kMatmulAllReduce) return g;
-  // The last rank is short of some; x transposed has a multiple of eight.
-  uint32_t rows = g.batch * g.m_shard * g.ranks - (g.ranks - 1) * (g.m_shard % 8 == 0 ? 8 : 1);
+  uint32_t rows = g.batch * g.m_shard * g.ranks - (g.ranks - 1);
   return schedule::all_reduce_geometry(g.ranks, rows, g.n, g.k, g.tile_m, g.tile_n,
+                                       schedule::chunk_unit(schedule::Target::kSm90));
+}
+
+Geometry turned_geometry(Op op, Geometry const& g) {
+  Geometry turned = g;
+  turned.m_shard = static_cast<uint32_t>(schedule::round_up(g.m_shard, 8));
+  if (op != Op::kMatmulAllReduce) return turned;
+  uint32_t rows = g.batch * turned.m_shard * g.ranks;
+  return schedule::all_reduce_geometry(g.ranks, rows > 8 ? rows - 8 : rows, g.n, g.k, g.tile_m, g.tile_n,
                                        schedule::chunk_unit(schedule::Target::kSm90));
 }
 

@@ -19,6 +19,9 @@ inline Geometry geometry_of(uint32_t ranks, uint32_t batch, uint32_t m_shard, ui
 // A shape as an op has it. An all-reduce has about as many rows as the other ops' larger side, which no team can share evenly.
 Geometry geometry_for(Op op, Geometry const& g);
 
+// The same for an x that is stored transposed: all of its rows are a multiple of eight.
+Geometry turned_geometry(Op op, Geometry const& g);
+
 Guarded take_y(Pool& pool, Op op, Geometry const& g, bool float_out);
 
 // What a call gathers, and what must come of it.

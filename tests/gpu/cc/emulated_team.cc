@@ -36,8 +36,8 @@ std::string to_string(Variant const& v) {
   constexpr char const* kNames[] = {", bfloat16", ", float16", ", e4m3", ", e5m2"};
   text += kNames[static_cast<uint32_t>(v.operands)];
   if (v.float_out) text += " to float32";
-  if (v.transposed_w) text += ", w transposed";
   if (v.transposed_x) text += ", x transposed";
+  if (v.transposed_w) text += ", w transposed";
   if (v.finishes) text += ", bias and relu";
   if (v.few_rows) return text + ", few rows";
   if (v.movers != 0) text += ", movers " + std::to_string(v.movers);

@@ -25,7 +25,7 @@ struct Variant {
   bool finishes = false;  // with a bias and relu
   entwine::Operands operands = entwine::Operands::kBf16;
   uint32_t movers = 0;        // strategy "resident": clusters, of those that tiles have
-  bool transposed_x = false;  // of sums, as tiles
+  bool transposed_x = false;  // not all-gather: x is stored (batch, k, rows)
   uint32_t element_bytes() const { return entwine::operand_bytes(operands); }  // of x
 };
 std::string to_string(Variant const& variant);

@@ -14,18 +14,15 @@ namespace {
 struct ExactBuffers {
   // By type; w by whether it is transposed, too. The other ops' x is the front of matmul_reduce_scatter's.
   uint8_t *x[std::size(kAllOperands)], *w[std::size(kAllOperands)][2];
-  uint8_t* transposed_x[3][std::size(kAllOperands)];  // by op and type, of sums and 16 bits
-  float* want[3];                                     // by op
-  float* bias[3];                                     // by op
-  Guarded y;                                          // room for any variant's
-  Gathered gathered[2][std::size(kAllOperands)];      // by op and type
+  float* want[3];                                 // by op
+  float* bias[3];                                 // by op
+  Guarded y;                                      // room for any variant's
+  Gathered gathered[2][std::size(kAllOperands)];  // by op and type
   float* want_gathered[2];
   Verdict *verdicts, *gathered_verdicts;
 };
 constexpr uint32_t index_of(Operands operands) { return static_cast<uint32_t>(operands); }
 constexpr Op kGatheringOps[] = {Op::kAllGatherMatmul, Op::kMatmulReduceScatter};
-constexpr Op kSummingOps[] = {Op::kMatmulReduceScatter, Op::kMatmulAllReduce};
-constexpr Operands k16Bits[] = {Operands::kBf16, Operands::kF16};
 
 }  // namespace
 
@@ -51,10 +48,6 @@ void exact(EmulatedTeam& team) {
         b.x[type] = pool.take(uint64_t{x_count} * operand_bytes(operands));
         for (uint8_t*& w : b.w[type]) w = pool.take(uint64_t{w_count} * operand_bytes(operands));
       }
-      for (Op op : kSummingOps)
-        for (Operands operands : k16Bits)
-          b.transposed_x[static_cast<uint32_t>(op)][index_of(operands)] =
-              pool.take(uint64_t{x_elements(op, geometry_for(op, g))} * operand_bytes(operands));
       for (float*& bias : b.bias) bias = reinterpret_cast<float*>(pool.take(uint64_t{g.n} * 4));
       b.y = take_y(pool, Op::kAllGatherMatmul, g, true);
       for (Op op : kOps)
@@ -83,10 +76,6 @@ void exact(EmulatedTeam& team) {
           fill_x(rank, b.gathered[static_cast<uint32_t>(op)][type].z, operands, count, gathered_seed(op, seed, rank.number));
         }
       }
-      for (Op op : kSummingOps)
-        for (Operands operands : k16Bits)
-          fill_transposed_x(rank, b.transposed_x[static_cast<uint32_t>(op)][index_of(operands)], operands, geometry_for(op, g),
-                            x_seed(seed, rank.number));
       for (Op op : kOps) {
         Geometry shape = geometry_for(op, g);
         fill_bias(rank, b.bias[static_cast<uint32_t>(op)], g.n, bias_seed(op, seed, rank.number));
@@ -117,9 +106,8 @@ void exact(EmulatedTeam& team) {
         Gathered gathered{};
         uint32_t type = index_of(v.operands);
         if (v.gathers) gathered = b.gathered[static_cast<uint32_t>(v.op)][type];
-        uint8_t const* x = v.transposed_x ? b.transposed_x[static_cast<uint32_t>(v.op)][type] : b.x[type];
-        team.launch(rank, shape, v, x, b.w[type][v.transposed_w], b.y.y(), b.bias[static_cast<uint32_t>(v.op)], gathered.z,
-                    gathered.whole.y());
+        team.launch(rank, shape, v, b.x[type], b.w[type][v.transposed_w], b.y.y(), b.bias[static_cast<uint32_t>(v.op)],
+                    gathered.z, gathered.whole.y());
       });
       team.each([&](Rank& rank) {
         ExactBuffers const& b = all[rank.number];

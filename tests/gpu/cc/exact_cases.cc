@@ -26,10 +26,6 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
   for (uint32_t m_shard : kRows)
     for (uint32_t n : kColumns)
       for (uint32_t k : {16u, 144u, 528u}) shapes.push_back(geometry_of(ranks, m_shard == 129 ? 3 : 1, m_shard, n, k));
-  // For x transposed: chunks begin at multiples of 16 bytes.
-  for (uint32_t m_shard : {104u, 296u})
-    for (uint32_t n : {136u, 520u})
-      for (uint32_t k : kDepths) shapes.push_back(geometry_of(ranks, m_shard == 104 ? 3 : 1, m_shard, n, k));
   // Deep enough for few rows to be cut into up to eight slices, the last of which is short.
   for (uint32_t m_shard : {2u, 13u, 31u, 50u})
     for (uint32_t n : {136u, 1160u})
@@ -43,7 +39,7 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
 std::vector<Geometry> chosen_shapes(uint32_t ranks) {
   // Several tiles with tails, of 16 bits and of 8; and few rows, one shape for each number that there are kernels for.
   if (each_once())
-    return {geometry_of(ranks, 1, 296, 520, 72),          geometry_of(ranks, 1, 16 / ranks, 136, 1032),
+    return {geometry_of(ranks, 1, 300, 520, 72),          geometry_of(ranks, 1, 16 / ranks, 136, 1032),
             geometry_of(ranks, 1, 64 / ranks, 136, 1032), geometry_of(ranks, 1, 128 / ranks, 136, 1032),
             geometry_of(ranks, 1, 300, 520, 144),         geometry_of(ranks, 1, 16 / ranks, 136, 1040),
             geometry_of(ranks, 1, 64 / ranks, 136, 1040), geometry_of(ranks, 1, 128 / ranks, 136, 1040)};
@@ -110,22 +106,6 @@ std::vector<Variant> exact_variants() {
           moved.operands = op == Op::kMatmulReduceScatter ? Operands::kE5m2 : Operands::kE4m3;
           variants.push_back(moved);
         }
-  // x stored transposed is a flag of the launch, too, but each kernel has a loop of its own for it.
-  for (bool transposed_w : {false, true})
-    for (bool float_out : {false, true})
-      for (Op op : {Op::kMatmulReduceScatter, Op::kMatmulAllReduce})
-        for (schedule::TileShape tile : schedule::kSm90Tiles)
-          for (Operands operands : {Operands::kBf16, Operands::kF16}) {
-            bool push = transposed_w != float_out;
-            Variant turned{op,  push ? Transport::kPush : Transport::kPull, transposed_w, float_out, kLeads[2], kPushers[1],
-                           tile};
-            turned.transposed_x = true;
-            turned.operands = operands;
-            turned.gathers = float_out && op != Op::kMatmulAllReduce;
-            turned.finishes = operands == Operands::kF16;
-            turned.movers = operands == Operands::kF16 && push ? 2 : 0;
-            variants.push_back(turned);
-          }
   // What doesn't depend on the type of operands has been looked at: each kernel once, and what is gathered.
   for (bool transposed_w : {false, true})
     for (bool float_out : {false, true})
@@ -161,23 +141,19 @@ std::vector<Variant> exact_variants() {
   return variants;
 }
 
-bool meant_for(Variant const& v, Geometry const& g) {
-  if (v.transposed_x && (g.m_shard % 8 != 0 || g.missing % 8 != 0)) return false;
-  return (g.k % 16 == 0) == is_float8(v.operands);
-}
+bool meant_for(Variant const& v, Geometry const& g) { return (g.k % 16 == 0) == is_float8(v.operands); }
 
 bool Kernels::first(Variant const& v, Geometry const& g) {
   bool few = form_of(v, g) == schedule::Form::kFewRows;
   bool roles = !few && v.operands == Operands::kBf16 && !v.transposed_w && !v.float_out && v.tile.m * v.tile.n == 256 * 256;
   return seen_
-      .insert({v.op, v.operands, v.transposed_w, v.transposed_x, v.float_out, few ? schedule::few_rows(v.op, g).room : v.tile.m,
+      .insert({v.op, v.operands, v.transposed_w, v.float_out, few ? schedule::few_rows(v.op, g).room : v.tile.m,
                few ? 0 : v.tile.n,
                roles ? static_cast<uint32_t>(v.transport) + 2 * v.gathers + 4 * v.finishes + 8 * v.movers : 0})
       .second;
 }
 
 uint32_t family_of(Variant const& v) {
-  if (v.transposed_x) return 19;
   if (v.movers != 0) return 16 + static_cast<uint32_t>(v.op);
   if (v.operands != Operands::kBf16) return is_float8(v.operands) ? 15 : 14;
   if (v.finishes) return 11 + static_cast<uint32_t>(v.op);

@@ -20,10 +20,10 @@ class Kernels {
   bool first(Variant const& v, Geometry const& g);
 
  private:
-  std::set<std::tuple<Op, entwine::Operands, bool, bool, bool, uint32_t, uint32_t, uint32_t>> seen_;
+  std::set<std::tuple<Op, entwine::Operands, bool, bool, uint32_t, uint32_t, uint32_t>> seen_;
 };
 std::vector<Variant> exact_variants();
-// Rows of x are a multiple of 16 bytes, and of x transposed. Shapes that 8-bit operands can have are for these alone.
+// Rows of x are a multiple of 16 bytes. Shapes that 8-bit operands can have are for these alone.
 bool meant_for(Variant const& v, Geometry const& g);
 
 // What the test reports together.
@@ -45,8 +45,7 @@ inline constexpr char const* kFamilies[] = {"all_gather_matmul",
                                             "float8",
                                             "all_gather_matmul resident",
                                             "matmul_reduce_scatter resident",
-                                            "matmul_all_reduce resident",
-                                            "x transposed"};
+                                            "matmul_all_reduce resident"};
 uint32_t family_of(Variant const& v);
 
 }  // namespace teams

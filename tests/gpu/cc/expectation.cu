@@ -10,10 +10,10 @@ __global__ void put_x(uint8_t* x, Operands operands, uint32_t count, uint32_t se
   for (uint32_t i = first_index(); i < count; i += index_step()) put(x, operands, i, element(seed, i));
 }
 
-__global__ void put_transposed_x(uint8_t* x, Operands operands, uint32_t batch, uint32_t rows, uint32_t k, uint32_t seed) {
+__global__ void put_turned_x(uint8_t* x, Operands operands, uint32_t rows, uint32_t k, uint32_t batch, uint32_t seed) {
   for (uint32_t i = first_index(); i < batch * rows * k; i += index_step()) {
-    uint32_t row = i / k, its_batch = row / rows;
-    put(x, operands, (its_batch * k + i - row * k) * rows + row - its_batch * rows, element(seed, i));
+    uint32_t row = i / k, p = i - row * k, b = row / rows;
+    put(x, operands, (b * k + p) * rows + row - b * rows, element(seed, i));
   }
 }
 
@@ -88,9 +88,8 @@ void fill_x(Rank const& rank, uint8_t* x, Operands operands, uint32_t count, uin
   CHECK_CUDA(cudaGetLastError());
 }
 
-void fill_transposed_x(Rank const& rank, uint8_t* x, Operands operands, Geometry const& g, uint32_t seed) {
-  uint32_t rows = g.ranks * g.m_shard - g.missing;  // of a batch
-  put_transposed_x<<<blocks_for(g.batch * rows * g.k), kThreads, 0, rank.stream>>>(x, operands, g.batch, rows, g.k, seed);
+void fill_turned_x(Rank const& rank, uint8_t* x, Operands operands, uint32_t rows, uint32_t k, uint32_t batch, uint32_t seed) {
+  put_turned_x<<<blocks_for(batch * rows * k), kThreads, 0, rank.stream>>>(x, operands, rows, k, batch, seed);
   CHECK_CUDA(cudaGetLastError());
 }
 

@@ -121,8 +121,8 @@ struct Finish {
 
 // Small kernels on the rank's stream. Elements of x, w and what is gathered are -1, 0 or 1.
 void fill_x(Rank const& rank, uint8_t* x, Operands operands, uint32_t count, uint32_t seed);
-// The same x of an op that adds, stored (batch, k, rows).
-void fill_transposed_x(Rank const& rank, uint8_t* x, Operands operands, Geometry const& g, uint32_t seed);
+// The same x as (batch, k, rows).
+void fill_turned_x(Rank const& rank, uint8_t* x, Operands operands, uint32_t rows, uint32_t k, uint32_t batch, uint32_t seed);
 // As (k, n), or as (n, k).
 void fill_w(Rank const& rank, uint8_t* w, Operands operands, uint32_t n, uint32_t k, bool transposed, uint32_t seed);
 void fill_bias(Rank const& rank, float* bias, uint32_t count, uint32_t seed);

@@ -65,6 +65,11 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
     call.variant.finishes = below(2) == 0;
     // Strategy "resident" among "fused", on one arena.
     if (!call.variant.few_rows && below(2) == 0) call.variant.movers = 1 + below(4);
+    if (op != Op::kAllGatherMatmul && !is_float8(call.variant.operands) && below(3) == 0) {
+      call.variant.few_rows = false;
+      call.variant.transposed_x = true;
+      call.geometry = turned_geometry(op, shapes[i % 4 / 2]);
+    }
     call.seed = 1000 + run * kStressCalls + i;
     call.rank.resize(team.size());
   }
@@ -97,7 +102,10 @@ void stress(EmulatedTeam& team, Stress const& stress, uint32_t run) {
       Geometry const& g = call.geometry;
       uint32_t x_count = x_elements(call.variant.op, g);
       Operands operands = call.variant.operands;
-      fill_x(rank, b.x, operands, x_count, x_seed(call.seed, rank.number));
+      if (call.variant.transposed_x)
+        fill_turned_x(rank, b.x, operands, g.all_rows(), g.k, g.batch, x_seed(call.seed, rank.number));
+      else
+        fill_x(rank, b.x, operands, x_count, x_seed(call.seed, rank.number));
       fill_w(rank, b.w, operands, g.n, g.k, call.variant.transposed_w, w_seed(call.seed, rank.number));
       fill_bias(rank, b.bias, g.n, bias_seed(call.variant.op, call.seed, rank.number));
       uint32_t z_count = chunk_of(call.variant.op, g).elements();

@@ -18,6 +18,7 @@
 #include "several_products.h"
 #include "signal_groups.h"
 #include "tests.h"
+#include "transposed_x.h"
 
 namespace teams {
 namespace {
@@ -59,6 +60,7 @@ void test_team(uint32_t ranks, int devices) {
   Watchdog watchdog([&team] { team.describe(); });
   exact(team);
   several_products(team, kScale);
+  transposed_x(team);
   signal_groups(team);
   if (setting("TEAMS_SHAPES", 0) != 0 || each_once()) return;  // for compute-sanitizer
   for (uint32_t i = 0; i < std::size(kStresses); ++i) stress(team, kStresses[i], i);
