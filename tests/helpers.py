@@ -82,3 +82,43 @@ def assert_close(got: Any, wanted: Any, bound: float = 1e-5) -> None:
         assert a.shape == b.shape
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b) + 1e-30
+
+
+def assert_gradients(loss: Any, wanted_loss: Any, x: Any, w: Any, every: bool = True) -> None:
+    """A scalar function of x and w and its gradients are another's; with `every`, each gradient by itself and those of
+    gradients too."""
+    got, wanted = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, w) for f in (loss, wanted_loss))
+    assert_close(got, wanted)
+    if not every:
+        return
+    assert_close(jax.jit(jax.grad(loss, 0))(x, w), wanted[1][0])
+    assert_close(jax.jit(jax.grad(loss, 1))(x, w), wanted[1][1])
+
+    def norm_of_gradient(f: Any) -> Any:
+        return lambda *args: sum(jnp.sum(jnp.square(g)) for g in jax.grad(f, (0, 1))(*args))
+
+    got, wanted = (jax.jit(jax.grad(norm_of_gradient(f), (0, 1)))(x, w) for f in (loss, wanted_loss))
+    assert_close(got, wanted, 2e-5)
+
+
+def assert_vmapped(op: str, rank: Any, in_lax: Any, operands: Any, dims: Any, placed: tuple[P, P, P]) -> None:
+    """Of one rank's work, `rank(op, x, w, axis)`, under vmap inside shard_map, that values and gradients are in_lax's.
+
+    Operands have their batch in front, of which None in `dims` takes the first; `placed` are the specs of one product.
+    """
+    given = [v[0] if dim is None else jnp.moveaxis(v, 0, dim) for v, dim in zip(operands, dims, strict=True)]
+
+    def spec(dim: int | None, wanted: P) -> P:
+        return wanted if dim is None else P(*wanted[:dim], None, *wanted[dim:])
+
+    def loss(rank: Any) -> Any:
+        f = jax.shard_map(
+            jax.vmap(lambda x, w: rank(op, x, w, "t"), dims),
+            mesh=mesh_of((2,)),
+            in_specs=tuple(map(spec, dims, placed[:2])),
+            out_specs=spec(0, placed[2]),
+        )
+        return lambda x, w: (jnp.sum(jnp.sin(f(x, w))), f(x, w))
+
+    got, wanted = (jax.jit(jax.grad(loss(r), (0, 1), has_aux=True))(*given) for r in (rank, in_lax))
+    assert_close(got, wanted)

@@ -7,7 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from global_view import MODES, setup
-from helpers import OPS, PUBLIC, assert_close, fused, in_lax, integers, mesh_of, normal, product, specs
+from helpers import (
+    OPS,
+    PUBLIC,
+    assert_close,
+    assert_gradients,
+    assert_vmapped,
+    fused,
+    in_lax,
+    integers,
+    mesh_of,
+    normal,
+    product,
+    specs,
+)
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,18 +66,8 @@ def test_gradients(op, strategy, check_vma):
         return lambda x, w: jnp.sum(jnp.sin(f(x, w)))
 
     rank = functools.partial(ours, strategy=strategy)
-    got, wanted = (jax.jit(jax.value_and_grad(loss(r), (0, 1)))(x, w) for r in (rank, lines))
-    assert_close(got, wanted)
-    if strategy == "xla":  # the rest is JAX's own
-        return
-    assert_close(jax.jit(jax.grad(loss(rank), 0))(x, w), wanted[1][0])
-    assert_close(jax.jit(jax.grad(loss(rank), 1))(x, w), wanted[1][1])
-
-    def norm_of_gradient(rank):
-        return lambda *args: sum(jnp.sum(jnp.square(g)) for g in jax.grad(loss(rank), (0, 1))(*args))
-
-    got, wanted = (jax.jit(jax.grad(norm_of_gradient(r), (0, 1)))(x, w) for r in (rank, lines))
-    assert_close(got, wanted, 2e-5)
+    # Under "xla" the rest is JAX's own.
+    assert_gradients(loss(rank), loss(lines), x, w, every=strategy != "xla")
 
 
 @pytest.mark.each_value
@@ -72,24 +75,8 @@ def test_gradients(op, strategy, check_vma):
 @pytest.mark.parametrize("x_dim, w_dim", [(0, None), (None, 2), (0, 1)])
 def test_vmap(op, x_dim, w_dim):
     x, w = normal((3, 8, 6), 1), normal((3, 10, 6), 2)
-    x, w = (v[0] if dim is None else jnp.moveaxis(v, 0, dim) for v, dim in ((x, x_dim), (w, w_dim)))
-
-    def spec(dim, wanted):
-        return wanted if dim is None else P(*wanted[:dim], None, *wanted[dim:])
-
     x_spec, w_spec, y_spec = specs(op)
-
-    def loss(rank):
-        f = jax.shard_map(
-            jax.vmap(lambda x, w: rank(op, x, w, "t"), (x_dim, w_dim)),
-            mesh=mesh_of((2,)),
-            in_specs=(spec(x_dim, x_spec), spec(w_dim, P(*w_spec[::-1]))),
-            out_specs=spec(0, y_spec),
-        )
-        return lambda x, w: (jnp.sum(jnp.sin(f(x, w))), f(x, w))
-
-    got, wanted = (jax.jit(jax.grad(loss(r), (0, 1), has_aux=True))(x, w) for r in (ours, lines))
-    assert_close(got, wanted)
+    assert_vmapped(op, ours, lines, (x, w), (x_dim, w_dim), (x_spec, P(*w_spec[::-1]), y_spec))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -90,10 +90,6 @@ std::string unsupported(Call const& call) {
            " have tiles of " + tiles + "; use one of these or leave both unset";
   }
   if (call.products.gated && is_float8(call.operands)) return "gated products have 16-bit operands: cast float8 ones";
-  auto pitch = [](char const* what, uint64_t bytes) {
-    return std::string("rows of ") + what + " are " + std::to_string(bytes) +
-           " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
-  };
   if (call.plan.form == schedule::Form::kFewRows && call.gathered != nullptr)
     return "config few_rows: these kernels give no gathered array; leave it unset";
   if (call.plan.form == schedule::Form::kFewRows && !schedule::are_few_rows(call.op, g))
@@ -106,19 +102,16 @@ std::string unsupported(Call const& call) {
     return "x stored transposed is for 16-bit operands, and for rows that needn't be gathered: pass it as (rows, k)";
   if (call.transposed_x && call.plan.form == schedule::Form::kFewRows)
     return "config few_rows: these kernels take x as (rows, k); leave it unset";
-  // TMA loads begin at multiples of 16 bytes.
-  if (call.transposed_x && call.op == Op::kMatmulReduceScatter && g.m_shard * in % 16 != 0)
-    return "a rank has " + std::to_string(g.m_shard) +
-           " of the rows of x, which is stored transposed: pad them to a multiple of 8";
+  if (std::string why = unaligned_chunks(call); !why.empty()) return why;
   for (uint32_t i = 0; i < call.products.count; ++i) {
     uint64_t n = columns(call, i), k = contraction(call, i);
     uint64_t of_x = call.transposed_x ? g.all_rows() : k, of_w = call.transposed_w ? k : n;
-    if (of_x * in % 16 != 0) return pitch("x", of_x * in);
-    if (of_w * in % 16 != 0) return pitch("w", of_w * in);
-    if (n * out % 16 != 0) return pitch("the result", n * out);
+    if (of_x * in % 16 != 0) return unaligned_rows("x", of_x * in);
+    if (of_w * in % 16 != 0) return unaligned_rows("w", of_w * in);
+    if (n * out % 16 != 0) return unaligned_rows("the result", n * out);
     if (reinterpret_cast<uintptr_t>(call.bias[i]) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
   }
-  if (call.gathering.row_bytes % 16 != 0) return pitch("the array gathered beside", call.gathering.row_bytes);
+  if (call.gathering.row_bytes % 16 != 0) return unaligned_rows("the array gathered beside", call.gathering.row_bytes);
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
     return "a chunk of " + std::to_string(g.chunk_rows()) + " x " + std::to_string(g.cols()) + " tiles is past the limit of " +
            std::to_string(kMaxRowBlocks) + " x " + std::to_string(kMaxCols) + ": split the matmul or pass strategy=\"xla\"";

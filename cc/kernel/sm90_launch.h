@@ -1,14 +1,29 @@
-// What every launch on Hopper does: the arena's part of the parameters, and a grid of clusters.
+// What every launch on Hopper does: what TMA takes, the arena's part of the parameters, and a grid of clusters.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "kernel/sm90.h"
 #include "kernel/sm90/shape.h"
 
 namespace entwine::sm90 {
+
+// What TMA can't take: rows that don't begin at multiples of 16 bytes,
+inline std::string unaligned_rows(char const* what, uint64_t bytes) {
+  return std::string("rows of ") + what + " are " + std::to_string(bytes) +
+         " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
+}
+// and loads that don't, as those of a chunk's rows where these are contiguous: an x of 16 bits that is stored transposed. "" if
+// a Call or SignalCall has none.
+template <class AnyCall>
+std::string unaligned_chunks(AnyCall const& call) {
+  uint32_t rows = call.geometry.m_shard;
+  if (!call.transposed_x || call.op != schedule::Op::kMatmulReduceScatter || rows % 8 == 0) return "";
+  return "a rank has " + std::to_string(rows) + " of the rows of x, which is stored transposed: pad them to a multiple of 8";
+}
 
 // Fills in where the ranks' arenas lie and how long to wait for a peer; Params and FewRowsParams have the same names for it.
 template <class AnyParams>

@@ -91,19 +91,13 @@ std::string unsupported(SignalCall const& call) {
     return "config tile_m " + std::to_string(g.tile_m) + ", tile_n " + std::to_string(g.tile_n) +
            ": strategy \"signal\" has tiles of 256 x 256 and 256 x 128; use one of these or leave both unset";
   if (is_float8(call.operands)) return "8-bit operands: pass strategy=\"fused\"";
-  auto pitch = [](char const* what, uint64_t bytes) {
-    return std::string("rows of ") + what + " are " + std::to_string(bytes) +
-           " bytes, not a multiple of 16: pad that dimension or pass strategy=\"xla\"";
-  };
   if (call.transposed_x && call.op == Op::kAllGatherMatmul)
     return "x stored transposed is for rows that needn't be gathered: pass it as (rows, k)";
-  if (call.transposed_x && call.op == Op::kMatmulReduceScatter && g.m_shard % 8 != 0)  // TMA loads begin at 16 bytes
-    return "a rank has " + std::to_string(g.m_shard) +
-           " of the rows of x, which is stored transposed: pad them to a multiple of 8";
+  if (std::string why = unaligned_chunks(call); !why.empty()) return why;
   uint64_t x_pitch = uint64_t(call.transposed_x ? g.all_rows() : g.k) * 2;
-  if (x_pitch % 16 != 0) return pitch("x", x_pitch);
-  if (call.transposed_w && g.k * 2 % 16 != 0) return pitch("w", uint64_t(g.k) * 2);
-  if (g.n * 2 % 16 != 0) return pitch("the result", uint64_t(g.n) * 2);
+  if (x_pitch % 16 != 0) return unaligned_rows("x", x_pitch);
+  if (call.transposed_w && g.k * 2 % 16 != 0) return unaligned_rows("w", uint64_t(g.k) * 2);
+  if (g.n * 2 % 16 != 0) return unaligned_rows("the result", uint64_t(g.n) * 2);
   if (reinterpret_cast<uintptr_t>(call.bias) % 16 != 0) return "bias doesn't begin at a multiple of 16 bytes: copy it";
   if (g.chunk_rows() > kMaxRowBlocks || g.cols() > kMaxCols)
     return "a chunk of " + std::to_string(g.chunk_rows()) + " x " + std::to_string(g.cols()) + " tiles is past the limit of " +
