@@ -1,6 +1,7 @@
 // Launches the kernels for few rows.
 #include "kernel/sm90.h"
 #include "kernel/sm90/few_rows_params.h"
+#include "kernel/sm90/few_rows_stages.h"
 #include "kernel/sm90/shape.h"
 #include "kernel/sm90_launch.h"
 #include "kernel/tensor_map.h"
@@ -43,6 +44,8 @@ cudaError_t launch_few_rows(Call const& call, cudaStream_t stream) {
 
   p.k_blocks = schedule::ceil_div(g.k, block_k);
   p.slice_blocks = schedule::ceil_div(p.k_blocks, p.shape.slices);
+  bool resident = p.shape.packets && call.op == Op::kAllGatherMatmul;
+  p.stages = few_rows_stages(p.shape.room, p.shape.slices, resident ? p.slice_blocks : 0);
   p.clusters = schedule::smaller(schedule::larger(call.multiprocessors / p.shape.slices, 1), p.shape.tiles);
   p.x_data = static_cast<uint8_t const*>(call.x[0]);
   p.y = static_cast<uint8_t*>(call.y[0]);

@@ -185,14 +185,16 @@ class Safety {
     schedule::FewRows f = schedule::few_rows(p_.op, g_);
     expect(f.rows >= 1 && f.rows <= f.room && f.room <= schedule::kFewRowsMost, "few rows");
     expect(Wide(f.tiles) * schedule::kFewRowsTileN >= f.n && f.slices >= 1 && f.slices <= schedule::kFewRowsSlicesMost, "cut");
-    Wide sums = Wide(g_.ranks - 1) * f.n * element * (p_.op == Op::kMatmulReduceScatter ? f.chunk_rows : f.rows);
-    Wide bytes = p_.op == Op::kAllGatherMatmul ? Wide(f.rows) * f.k * element : sums;
+    expect(Wide(f.octets) * schedule::kOctet >= f.rows && f.pieces >= 1, "octets and pieces");
+    bool gather = p_.op == Op::kAllGatherMatmul;
+    Wide sums = Wide(f.tiles) * schedule::kFewRowsTileN * f.octets * schedule::kOctet * element;
+    Wide bytes = gather ? Wide(f.packets ? f.rows - f.chunk_rows : f.rows) * f.k * element : Wide(g_.ranks - 1) * sums;
     schedule::ArenaDemand demand =
         schedule::call_demand(p_.op, schedule::Form::kFewRows, g_, schedule::kSm90Parts, element, p_.gathering);
     if (f.packets)
       arena(demand, 0, 0, 2 * bytes);
     else
-      arena(demand, bytes, p_.op == Op::kAllGatherMatmul ? Wide(f.slices) : Wide(f.tiles) * f.slices);
+      arena(demand, bytes, Wide(gather ? f.pieces : f.tiles) * f.slices);
   }
 
   void orders(Random& random) {

@@ -421,17 +421,22 @@ void few_rows_are_cut_completely() {
                     f.room % f.slices == 0);
               CHECK(f.slices == 1 || f.tiles <= clusters_at_once(f.slices));
               ArenaDemand demand = call_demand(op, Form::kFewRows, g, kSm90Parts, 2);
-              // Packets: 512 KiB of sums in bfloat16, and the kernel of the largest room knows none.
-              if (op == Op::kAllGatherMatmul || f.room == kFewRowsMost) CHECK(!f.packets);
+              CHECK(f.octets * kOctet >= f.rows && f.octets * kOctet < f.rows + kOctet);
+              // Packets: x of up to 16 rows, where a CTA has room for its slice; 512 KiB of sums in bfloat16, of which the
+              // kernel of the largest room knows none.
+              bool gather = op == Op::kAllGatherMatmul;
+              if (gather) CHECK_EQ(f.packets, f.rows <= 16 && ceil_div(ceil_div(k, 64), f.slices) <= 64);
+              if (!gather && f.room == kFewRowsMost) CHECK(!f.packets);
               if (op == Op::kMatmulAllReduce && f.room != kFewRowsMost && ranks == 2) CHECK_EQ(f.packets, f.rows * n <= 262144);
               if (f.packets) {  // half of each is data, and there is nothing else
                 CHECK(demand.words_per_source == 0 && demand.staging_half == 0);
-                demand = {f.tiles * f.slices, demand.packets_half / 2};
+                demand = {0, demand.packets_half / 2};
+              } else {
+                CHECK(demand.words_per_source == f.slices * (gather ? f.pieces : f.tiles));
               }
-              CHECK(demand.words_per_source == (op == Op::kAllGatherMatmul ? f.slices : f.tiles * f.slices));
-              uint64_t values = op == Op::kAllGatherMatmul       ? uint64_t(f.rows) * k
-                                : op == Op::kMatmulReduceScatter ? uint64_t(ranks - 1) * f.chunk_rows * n
-                                                                 : uint64_t(ranks - 1) * f.rows * n;
+              // Peers' rows of x, the own ones beside them where TMA reads all; peers' sums of whole octets and tiles.
+              uint64_t values = gather ? uint64_t(f.packets ? f.rows - f.chunk_rows : f.rows) * k
+                                       : uint64_t(ranks - 1) * f.octets * kOctet * f.tiles * kFewRowsTileN;
               CHECK(demand.staging_half >= values * 2 && demand.staging_half < values * 2 + 1024);
             }
 }

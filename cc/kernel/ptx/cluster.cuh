@@ -18,21 +18,14 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same for threads that have written nothing but barriers, and fenced these: without a wait for memory.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // A plain store into CTA `cta`'s shared memory; a cluster_sync() makes it visible.
 __device__ __forceinline__ void store_shared_at_cta(uint32_t address, uint32_t cta, uint32_t value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(map_to_cta(address, cta)), "r"(value) : "memory");
-}
-
-// One instruction to the compiler, so that it doesn't keep many mapped addresses in registers.
-__device__ __forceinline__ void store_shared_at_cta(uint32_t address, uint32_t cta, float value) {
-  asm volatile(
-      "{\n"
-      ".reg .u32 mapped;\n"
-      "mapa.shared::cluster.u32 mapped, %0, %1;\n"
-      "st.shared::cluster.f32 [mapped], %2;\n"
-      "}" ::"r"(address),
-      "r"(cta), "f"(value)
-      : "memory");
 }
 
 // Among `threads` threads of the CTA.

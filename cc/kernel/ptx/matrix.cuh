@@ -59,6 +59,14 @@ struct F16Pair {
   }
 };
 
+__device__ __forceinline__ void store_shared_f32(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_u32x2(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_f32x2(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }

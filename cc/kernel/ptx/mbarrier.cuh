@@ -72,4 +72,26 @@ __device__ __forceinline__ void post_word(uint32_t slot, uint32_t barrier, uint3
                : "memory");
 }
 
+// The same for two words, eight bytes.
+__device__ __forceinline__ void post_words(uint32_t slot, uint32_t barrier, uint32_t cta, uint32_t first, uint32_t second) {
+  uint32_t remote_slot = map_to_cta(slot, cta), remote_barrier = map_to_cta(barrier, cta);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 8;" ::"r"(remote_barrier) : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .b64 both;\n"
+      "mov.b64 both, {%1, %2};\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], both, [%3];\n"
+      "}" ::"r"(remote_slot),
+      "r"(first), "r"(second), "r"(remote_barrier)
+      : "memory");
+}
+
+// Four numbers, whose 16 bytes CTA `cta`'s barrier expects.
+__device__ __forceinline__ void send_to_cta(uint32_t address, uint32_t barrier, uint32_t cta, float const* values) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   map_to_cta(address, cta)),
+               "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(map_to_cta(barrier, cta))
+               : "memory");
+}
+
 }  // namespace entwine::ptx

@@ -55,6 +55,12 @@ __device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_relaxed_64(uint64_t const* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void count_relaxed(uint32_t* word) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
 }
@@ -76,6 +82,7 @@ __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence
 // Two words of 8 bytes at once, each of which is whole for whoever reads it: four bytes of data, and a flag.
 struct Packets {
   uint32_t first, first_flag, second, second_flag;
+  __device__ __forceinline__ bool are(uint32_t flag) const { return first_flag == flag && second_flag == flag; }
 };
 __device__ __forceinline__ void store_packets(uint64_t* to, uint32_t first, uint32_t second, uint32_t flag) {
   asm volatile(

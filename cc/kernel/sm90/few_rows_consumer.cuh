@@ -1,5 +1,8 @@
-// Consumers for few rows: two warpgroups, each with 64 of the tile's columns and all rows. They copy the own chunk of x to the
-// ranks that need it (all-gather), multiply, trade slices' sums within the cluster, and exchange sums with the peers.
+// Consumers for few rows: two warpgroups, each with 64 of the tile's columns and all rows. They send the own chunk of x to the
+// ranks that need it (few_rows_gather.cuh), multiply, trade slices' sums within the cluster, and exchange sums with the peers.
+//
+// Sums stay as wgmma leaves them until y is stored: of an octet of rows a thread has two rows of two columns, eight apart. So
+// it finds another CTA's or rank's sums of the same places under its own number, and a warp's lie one after the other.
 #pragma once
 
 #include "kernel/ptx/cluster.cuh"
@@ -7,7 +10,7 @@
 #include "kernel/ptx/memory_order.cuh"
 #include "kernel/ptx/wgmma.cuh"
 #include "kernel/sm90/epilogue.cuh"
-#include "kernel/sm90/few_rows_config.cuh"
+#include "kernel/sm90/few_rows_packets.cuh"
 #include "kernel/sm90/wait.cuh"
 
 namespace entwine::sm90 {
@@ -16,31 +19,9 @@ template <class C>
 class FewRowsConsumer {
  public:
   __device__ __forceinline__ FewRowsConsumer(FewRowsCta<C> const& cta, uint32_t thread)
-      : cta_(cta), thread_(thread), portion_(31 - __clz(C::kRows / cta.params.shape.slices)) {}
-
-  // All-gather: claims units (slice, piece) of the own chunk and copies them to every rank's staging, the own one too.
-  __device__ __forceinline__ void gather() {
-    FewRowsParams const& p = cta_.params;
-    uint32_t pieces = p.clusters, units = p.shape.slices * pieces;
-    for (;;) {
-      if (thread_ == 0) ptx::store_shared(cta_.claimed_unit(), ptx::add_relaxed(&cta_.control()->push[cta_.parity()], 1));
-      sync();
-      uint32_t unit = ptx::load_shared(cta_.claimed_unit());
-      if (unit >= units) return;
-      uint32_t slice = unit % p.shape.slices, piece = unit / p.shape.slices;
-      copy(slice, piece, pieces);
-      ptx::fence_proxy_async_global();
-      sync();
-      if (thread_ < p.shape.ranks) {  // each destination has its own counter and signal
-        __threadfence_system();
-        uint32_t* arrivals = reinterpret_cast<uint32_t*>(p.arena[p.rank] + p.arrivals_offset) +
-                             schedule::signal_word(thread_, p.words_per_source, slice);
-        if (ptx::add_acquire_release(arrivals, 1) == pieces - 1) {
-          ptx::store_relaxed(arrivals, 0);
-          ptx::store_release_system(cta_.signal(thread_, p.rank, slice), schedule::signal_value(cta_.epoch));
-        }
-      }
-    }
+      : cta_(cta), thread_(thread), slices_log2_(31 - __clz(cta.params.shape.slices)) {
+    // Worked out while w is on its way. All consumers meet before any asks.
+    if (!kPlain && thread < C::kRows) ptx::store_shared(cta.place(thread), y_row(thread) << 8 | owner(thread));
   }
 
   __device__ __forceinline__ void multiply() {
@@ -50,66 +31,52 @@ class FewRowsConsumer {
     multiply_as<C::kOperands>();
   }
 
-  // Hands each portion's rows to the CTA that finishes it.
+  // Sends each octet's sums to the CTA that finishes it.
   __device__ __forceinline__ void trade() {
-    uint32_t column = thread_ / 32 * 16 + thread_ % 32 / 4, first = thread_ % 4 * 2;
+    uint32_t portion_bytes = portion_octets() * cta_.params.shape.slices * kOctetSumsBytes;
+    if (thread_ == 0 && portion_bytes != 0) ptx::mbarrier_arrive_expect(cta_.sums_come(), portion_bytes);
+    if (tiles_ != 0) ptx::mbarrier_wait(cta_.sums_read(), (tiles_ - 1) & 1);
+    ++tiles_;
 #pragma unroll
-    for (uint32_t j = 0; j < C::kRows / 8; ++j)
-#pragma unroll
-      for (uint32_t e = 0; e < 2; ++e) {
-        uint32_t row = j * 8 + first + e;
-        if (row >= cta_.params.shape.rows) continue;
-        uint32_t portion = row >> portion_, local = row & (portion_rows() - 1);
-        uint32_t at = sum(cta_.slice, local, column);
-        ptx::store_shared_at_cta(at, portion, acc_[j * 4 + e]);
-        ptx::store_shared_at_cta(at + 8 * 4, portion, acc_[j * 4 + 2 + e]);
-      }
+    for (uint32_t octet = 0; octet < C::kOctets; ++octet) {
+      if (octet >= cta_.params.shape.octets) break;
+      ptx::send_to_cta(sums_at(cta_.slice, octet >> slices_log2_), cta_.sums_come(), octet & (cta_.params.shape.slices - 1),
+                       &acc_[octet * 4]);
+    }
   }
 
-  // Rows of this CTA's portion: exchanges with peers, adds the bias, activates, rounds, stores y.
-  __device__ __forceinline__ void finish(uint32_t tile) {
-    FewRowsParams const& p = cta_.params;
-    float4 bias = bias_of(tile);
-    if constexpr (C::kGather) {
-      each_row(tile, [&](uint32_t row, uint32_t column, float4 v) { store(p.y, y_row(row), column, finished(v, bias)); });
-    } else {
-      each_row(tile, [&](uint32_t row, uint32_t column, float4 v) {
-        if constexpr (C::kScatter) {
-          uint32_t owner = row / p.shape.m_shard % p.shape.ranks;
-          if (owner != p.rank) send(owner, slot(owner, p.rank) + y_row(row), column, v);
-        } else {
-          for (uint32_t peer = 0; peer < p.shape.ranks; ++peer)
-            if (peer != p.rank) send(peer, slot(peer, p.rank) + row, column, v);
-        }
-      });
-      if (!as_packets()) {
-        sync();
-        uint32_t word = tile * p.shape.slices + cta_.slice;
-        if (thread_ < p.shape.ranks && thread_ != p.rank) {
-          ptx::store_release_system(cta_.signal(thread_, p.rank, word), schedule::signal_value(cta_.epoch));
-          wait_for_peer(cta_, cta_.signal(p.rank, thread_, word), thread_, cta_.slice, tile);
-        }
-        sync();
+  // After finish(): a warp no longer needs what other CTAs may write over, all of which go on to the next tile.
+  __device__ __forceinline__ void tell_read() const {
+    __syncwarp();
+    uint32_t lane = thread_ % 32;
+    if (lane < cta_.params.shape.slices) ptx::mbarrier_arrive_at_cta(cta_.sums_read(), lane);
+  }
+
+  // Octets of this CTA's portion, kPass at a time: exchanges with peers, adds the bias, activates, rounds, stores y.
+  __device__ __forceinline__ void finish(uint32_t tile) const {
+    uint32_t octets = portion_octets();
+    if (octets == 0) return;
+    ptx::mbarrier_wait_cluster(cta_.sums_come(), (tiles_ - 1) & 1);
+    float sums[kPass][4];
+    if constexpr (!C::kGather) {
+      for (uint32_t first = 0; first < octets; first += kPass) {
+        add_slices(first, octets - first, sums);
+        send(tile, first, octets - first, sums);
       }
-      each_row(tile, [&](uint32_t row, uint32_t column, float4 own) {
-        if constexpr (C::kScatter) {
-          if (row / p.shape.m_shard % p.shape.ranks != p.rank) return;
-        } else {
-          own = rounded(own);  // what the peers add, so that all get the same bits
-        }
-        float4 total = make_float4(0, 0, 0, 0);
-        for (uint32_t source = 0; source < p.shape.ranks; ++source) {
-          float4 v = own;
-          if (source != p.rank) v = receive(source, slot(p.rank, source) + (C::kScatter ? y_row(row) : row), column, tile);
-          total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
-        }
-        store(p.y, C::kScatter ? y_row(row) : row, column, finished(total, bias));
-      });
+      if (!as_packets()) await_sums(tile);
+    }
+    for (uint32_t first = 0; first < octets; first += kPass) {
+      if (C::kGather || octets > kPass) add_slices(first, octets - first, sums);
+      if constexpr (!C::kGather) receive(tile, first, octets - first, sums);
+      store_y(tile, first, octets - first, sums);
     }
   }
 
  private:
-  static constexpr uint32_t kAcross = C::kTileN / 4;  // threads that share a row
+  static constexpr bool kPlain = !C::kGather && !C::kScatter;  // rows are y's
+  static constexpr uint32_t kNoRow = ~0u;
+  // Fewer where eight would spill.
+  static constexpr uint32_t kPass = schedule::smaller(C::kOctets, C::kPackets&& C::kFloatOut ? 4 : 8);
 
   static __device__ __forceinline__ void sync() { ptx::barrier_sync(1, C::kConsumerThreads); }
   __device__ __forceinline__ void pin() {
@@ -125,9 +92,11 @@ class FewRowsConsumer {
     uint32_t blocks = cta_.blocks();
     for (uint32_t block = 0; block < blocks; ++block) {
       ptx::mbarrier_wait(cta_.full(stage_), phase_);
+      if constexpr (C::kGather)
+        if (!cta_.resident()) ptx::mbarrier_wait(cta_.full_x(stage_), phase_);
       uint64_t w =
           ptx::wgmma_descriptor(cta_.w(stage_) + thread_ / 128 * 64 * kBlockBytes, C::kTransposedW ? 16 : kImageBytes, 1024);
-      uint64_t x = ptx::wgmma_descriptor(cta_.x(stage_), 16, 1024);
+      uint64_t x = ptx::wgmma_descriptor(cta_.x(cta_.resident() ? block : stage_), 16, 1024);
       pin();
       ptx::wgmma_fence();
 #pragma unroll
@@ -138,56 +107,219 @@ class FewRowsConsumer {
       ptx::wgmma_wait<0>();
       pin();
       if (thread_ % 32 == 0) ptx::mbarrier_arrive(cta_.empty(stage_));
-      if (++stage_ == C::kStages) {
+      if (++stage_ == cta_.params.stages) {
         stage_ = 0;
         phase_ ^= 1;
       }
     }
   }
 
-  __device__ __forceinline__ uint32_t portion_rows() const { return 1u << portion_; }
-  // Where slice `slice` leaves its sums of one row of this CTA's portion.
-  __device__ __forceinline__ uint32_t sum(uint32_t slice, uint32_t local, uint32_t column) const {
-    return cta_.base + (slice * portion_rows() + local) * C::kSumPitch + column * 4;
+  // The portion has octets slice, slice + slices and so on.
+  __device__ __forceinline__ uint32_t portion_octets() const {
+    uint32_t all = cta_.params.shape.octets;
+    return all <= cta_.slice ? 0 : ((all - 1 - cta_.slice) >> slices_log2_) + 1;
+  }
+  __device__ __forceinline__ uint32_t octet_of(uint32_t i) const { return (i << slices_log2_) + cta_.slice; }
+  // Where slice `slice` leaves this thread's sums of octet `i` of a CTA's portion.
+  __device__ __forceinline__ uint32_t sums_at(uint32_t slice, uint32_t i) const {
+    return cta_.sums() + ((i << slices_log2_) + slice) * kOctetSumsBytes + thread_ * 16;
   }
 
-  // Of this thread's four columns.
-  __device__ __forceinline__ float4 bias_of(uint32_t tile) const {
-    uint32_t column = tile * C::kTileN + thread_ % kAcross * 4;
-    float const* bias = cta_.params.epilogue.bias;
-    if (bias == nullptr || column >= cta_.params.shape.n) return make_float4(0, 0, 0, 0);
-    return __ldg(reinterpret_cast<float4 const*>(bias + column));
-  }
-  __device__ __forceinline__ float4 finished(float4 v, float4 bias) const {
-    float values[4] = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
-    activate<4>(cta_.params.epilogue, values);
-    return make_float4(values[0], values[1], values[2], values[3]);
-  }
-
-  // A share of the threads for each row, four columns a thread: use(row, column of n, the slices' sum), scaled if it is one of
-  // float8.
-  template <class Use>
-  __device__ __forceinline__ void each_row(uint32_t tile, Use use) const {
+  // Of `octets` octets from `first` on, as many as a pass has.
+  __device__ __forceinline__ void add_slices(uint32_t first, uint32_t octets, float (&sums)[kPass][4]) const {
     FewRowsParams const& p = cta_.params;
-    uint32_t in_tile = thread_ % kAcross * 4, column = tile * C::kTileN + in_tile;
-    if (column >= p.shape.n) return;  // n is a multiple of 4
-    float scale = 1;
-    if constexpr (C::kFloat8) scale = __ldg(p.scale);
-    for (uint32_t local = thread_ / kAcross; local < portion_rows(); local += C::kConsumerThreads / kAcross) {
-      uint32_t row = cta_.slice * portion_rows() + local;
-      if (row >= p.shape.rows) return;
-      float4 total = ptx::load_shared_f32x4(sum(0, local, in_tile));
-      for (uint32_t slice = 1; slice < p.shape.slices; ++slice) {
-        float4 v = ptx::load_shared_f32x4(sum(slice, local, in_tile));
-        total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
-      }
-      if constexpr (C::kFloat8) total = make_float4(total.x * scale, total.y * scale, total.z * scale, total.w * scale);
-      use(row, column, total);
+#pragma unroll
+    for (uint32_t i = 0; i < kPass; ++i)
+#pragma unroll
+      for (uint32_t e = 0; e < 4; ++e) sums[i][e] = 0;
+    for (uint32_t slice = 0; slice < p.shape.slices; ++slice) {
+      float4 v[kPass];  // of octets that there aren't, anything
+#pragma unroll
+      for (uint32_t i = 0; i < kPass; ++i)
+        v[i] = ptx::load_shared_f32x4(sums_at(slice, first + schedule::smaller(i, octets - 1)));
+#pragma unroll
+      for (uint32_t i = 0; i < kPass; ++i)
+        sums[i][0] += v[i].x, sums[i][1] += v[i].y, sums[i][2] += v[i].z, sums[i][3] += v[i].w;
+    }
+    if constexpr (C::kFloat8) {
+      float scale = __ldg(p.scale);
+#pragma unroll
+      for (uint32_t i = 0; i < kPass; ++i)
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) sums[i][e] *= scale;
     }
   }
 
+  __device__ __forceinline__ bool as_packets() const { return C::kPackets && cta_.params.shape.packets; }
+
+  // Who adds up this thread's rows of octet `i` of the portion: a bit for each rank.
+  __device__ __forceinline__ uint32_t adders(uint32_t i) const {
+    uint32_t rows = cta_.params.shape.rows, row = octet_of(i) * schedule::kOctet + thread_ % 4 * 2;
+    if (row >= rows) return 0;
+    if constexpr (!C::kScatter) return ~0u;
+    uint32_t first = ptx::load_shared(cta_.place(row)), second = row + 1 < rows ? ptx::load_shared(cta_.place(row + 1)) : first;
+    return 1u << first % 256 | 1u << second % 256;
+  }
+  // In values: where `source` leaves this thread's sums of octet `i` with `keeper`, and how far apart octets are.
+  __device__ __forceinline__ uint64_t place(uint32_t keeper, uint32_t source, uint32_t tile, uint32_t i) const {
+    schedule::FewRows const& s = cta_.params.shape;
+    uint32_t octet = (schedule::peer_slot(keeper, source) * s.tiles + tile) * s.octets + octet_of(i);
+    return (uint64_t(octet) * C::kConsumerThreads + thread_) * 4;
+  }
+  __device__ __forceinline__ uint32_t step() const { return (C::kConsumerThreads * 4) << slices_log2_; }
+
+  __device__ __forceinline__ void send(uint32_t tile, uint32_t first, uint32_t octets, float const (&sums)[kPass][4]) const {
+    FewRowsParams const& p = cta_.params;
+    uint32_t adders[kPass], flag = schedule::signal_value(cta_.epoch);
+#pragma unroll
+    for (uint32_t i = 0; i < kPass; ++i) adders[i] = i < octets ? this->adders(first + i) : 0;
+    for (uint32_t peer = 0; peer < p.shape.ranks; ++peer) {
+      if (peer == p.rank) continue;
+      uint64_t to = place(peer, p.rank, tile, first);
+      uint8_t* staging = cta_.staging(peer);
+      uint64_t* packets = cta_.packets(peer);
+#pragma unroll
+      for (uint32_t i = 0; i < kPass; ++i) {
+        if ((adders[i] >> peer & 1) == 0) continue;
+        if (as_packets())
+          send_packets<C>(packets, to + i * step(), sums[i], flag);
+        else
+          store(staging, to + i * step(), sums[i]);
+      }
+    }
+  }
+
+  // Signals what has been stored, and waits for what the peers store.
+  __device__ __forceinline__ void await_sums(uint32_t tile) const {
+    FewRowsParams const& p = cta_.params;
+    sync();
+    uint32_t word = tile * p.shape.slices + cta_.slice;
+    if (thread_ < p.shape.ranks && thread_ != p.rank) {
+      ptx::store_release_system(cta_.signal(thread_, p.rank, word), schedule::signal_value(cta_.epoch));
+      wait_for_peer(cta_, cta_.signal(p.rank, thread_, word), thread_, cta_.slice, tile);
+    }
+    sync();
+  }
+
+  // Adds the peers' sums to the own ones, in rank order. All loads of a source's are on their way at once.
+  __device__ __forceinline__ void receive(uint32_t tile, uint32_t first, uint32_t octets, float (&sums)[kPass][4]) const {
+    FewRowsParams const& p = cta_.params;
+    uint32_t mine = 0;  // octets with rows that this rank adds
+#pragma unroll
+    for (uint32_t i = 0; i < kPass; ++i) mine |= i < octets && (adders(first + i) >> p.rank & 1) ? 1u << i : 0;
+    float total[kPass][4] = {};
+    uint8_t const* staging = cta_.staging(p.rank);
+    uint64_t const* packets = cta_.packets(p.rank);
+    for (uint32_t source = 0; source < p.shape.ranks; ++source) {
+      if (source == p.rank) {
+#pragma unroll
+        for (uint32_t i = 0; i < kPass; ++i)
+#pragma unroll
+          for (uint32_t e = 0; e < 4; ++e) total[i][e] += C::kScatter ? sums[i][e] : rounded(sums[i][e]);
+        continue;
+      }
+      uint64_t at = place(p.rank, source, tile, first);
+      Sums<C> from[kPass];
+      auto load = [&](uint32_t which) {
+#pragma unroll
+        for (uint32_t i = 0; i < kPass; ++i) {
+          if ((which >> i & 1) == 0) continue;
+          if (as_packets())
+            from[i].look(packets, at + i * step());
+          else
+            from[i].load(staging, at + i * step());
+        }
+      };
+      if (as_packets()) {
+        uint32_t flag = schedule::signal_value(cta_.epoch);
+        await_packets(cta_, mine, source, tile, load, [&](uint32_t which) {
+#pragma unroll
+          for (uint32_t i = 0; i < kPass; ++i)
+            if (from[i].seen(flag)) which &= ~(1u << i);
+          return which;
+        });
+      } else {
+        load(mine);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kPass; ++i)
+        if ((mine >> i & 1) != 0) from[i].add_to(total[i]);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kPass; ++i)
+#pragma unroll
+      for (uint32_t e = 0; e < 4; ++e) sums[i][e] = total[i][e];
+  }
+
+  // What the peers add, so that all get the same bits.
+  static __device__ __forceinline__ float rounded(float v) {
+    if constexpr (C::kFloatOut)
+      return v;
+    else
+      return C::Pair::unpack(C::Pair::pack(v, v)).x;
+  }
+
+  static __device__ __forceinline__ void store(uint8_t* to, uint64_t at, float const (&v)[4]) {
+    if constexpr (C::kFloatOut)
+      *reinterpret_cast<float4*>(to + at * 4) = make_float4(v[0], v[1], v[2], v[3]);
+    else
+      *reinterpret_cast<uint2*>(to + at * 2) = make_uint2(C::Pair::pack(v[0], v[1]), C::Pair::pack(v[2], v[3]));
+  }
+
+  // By way of shared memory, where the octets' sums were: a warp stores a row's columns, four a thread.
+  __device__ __forceinline__ void store_y(uint32_t tile, uint32_t first, uint32_t octets, float const (&sums)[kPass][4]) const {
+    sync();  // all have read them
+    uint32_t column = thread_ / 32 * 16 + thread_ % 32 / 4, row = thread_ % 4 * 2;
+#pragma unroll
+    for (uint32_t i = 0; i < kPass; ++i) {
+      if (i >= octets) break;
+#pragma unroll
+      for (uint32_t e = 0; e < 4; ++e) ptx::store_shared_f32(y_place(first + i, row + e % 2, column + e / 2 * 8), sums[i][e]);
+    }
+    sync();
+    FewRowsParams const& p = cta_.params;
+    uint32_t in_tile = thread_ % 32 * 4, to = tile * C::kTileN + in_tile;
+    if (to >= p.shape.n) return;  // n is a multiple of 4
+    float4 bias =
+        p.epilogue.bias == nullptr ? make_float4(0, 0, 0, 0) : __ldg(reinterpret_cast<float4 const*>(p.epilogue.bias + to));
+    uint32_t end = first + schedule::smaller(octets, kPass), row_in_octet = thread_ / 32;
+    constexpr uint32_t kAtOnce = schedule::smaller(kPass, 4);
+    for (uint32_t i = first; i < end; i += kAtOnce) {
+      float4 v[kAtOnce];
+      uint32_t y[kAtOnce];
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        uint32_t octet = schedule::smaller(i + j, end - 1), row = octet_of(octet) * schedule::kOctet + row_in_octet;
+        v[j] = ptx::load_shared_f32x4(y_place(octet, row_in_octet, in_tile));
+        bool inside = i + j < end && row < p.shape.rows;
+        if constexpr (!kPlain) {
+          row = ptx::load_shared(cta_.place(row));
+          inside = inside && row % 256 == p.rank;
+          row /= 256;
+        }
+        y[j] = inside ? row : kNoRow;
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        if (y[j] == kNoRow) continue;
+        float values[4] = {v[j].x + bias.x, v[j].y + bias.y, v[j].z + bias.z, v[j].w + bias.w};
+        activate<4>(p.epilogue, values);
+        uint64_t at = uint64_t(y[j]) * p.shape.n + to;
+        if constexpr (C::kFloatOut)
+          *reinterpret_cast<float4*>(p.y + at * 4) = make_float4(values[0], values[1], values[2], values[3]);
+        else
+          *reinterpret_cast<uint2*>(p.y + at * 2) =
+              make_uint2(C::Pair::pack(values[0], values[1]), C::Pair::pack(values[2], values[3]));
+      }
+    }
+  }
+  // Rows of 512 bytes; columns are turned so that a warp's rows meet other banks.
+  __device__ __forceinline__ uint32_t y_place(uint32_t i, uint32_t row, uint32_t column) const {
+    return sums_at(0, i) - thread_ * 16 + row * (C::kTileN * 4) + (column ^ row / 2 * 8) * 4;
+  }
+
   // All-gather: rows are (chunk, batch, row), y's are (batch, chunk, row). Reduce-scatter: rows are (batch, chunk, row), y's
-  // and staging's (batch, row).
+  // (batch, row), where their owner has them. All-reduce: rows are rows.
   __device__ __forceinline__ uint32_t y_row(uint32_t row) const {
     schedule::FewRows const& s = cta_.params.shape;
     if constexpr (C::kGather) {
@@ -198,101 +330,13 @@ class FewRowsConsumer {
       return block / s.ranks * s.m_shard + (row - block * s.m_shard);
     }
   }
-  // First row of a source's part of a rank's staging.
-  __device__ __forceinline__ uint32_t slot(uint32_t keeper, uint32_t source) const {
-    schedule::FewRows const& s = cta_.params.shape;
-    return schedule::peer_slot(keeper, source) * (C::kScatter ? s.chunk_rows : s.rows);
-  }
-
-  __device__ __forceinline__ uint64_t offset(uint32_t row, uint32_t column) const {
-    return (uint64_t(row) * cta_.params.shape.n + column) * (C::kFloatOut ? 4 : 2);
-  }
-  __device__ __forceinline__ void store(uint8_t* to, uint32_t row, uint32_t column, float4 v) const {
-    if constexpr (C::kFloatOut)
-      *reinterpret_cast<float4*>(to + offset(row, column)) = v;
-    else
-      *reinterpret_cast<uint2*>(to + offset(row, column)) = packed(v);
-  }
-  static __device__ __forceinline__ uint2 packed(float4 v) {
-    return make_uint2(C::Pair::pack(v.x, v.y), C::Pair::pack(v.z, v.w));
-  }
-  static __device__ __forceinline__ float4 unpacked(uint2 bits) {
-    float2 low = C::Pair::unpack(bits.x), high = C::Pair::unpack(bits.y);
-    return make_float4(low.x, low.y, high.x, high.y);
-  }
-  // What a peer has written; not from L1.
-  __device__ __forceinline__ float4 load(uint8_t const* from, uint32_t row, uint32_t column) const {
-    if constexpr (C::kFloatOut)
-      return __ldcg(reinterpret_cast<float4 const*>(from + offset(row, column)));
-    else
-      return unpacked(__ldcg(reinterpret_cast<uint2 const*>(from + offset(row, column))));
-  }
-
-  __device__ __forceinline__ bool as_packets() const { return C::kRows < schedule::kFewRowsMost && cta_.params.shape.packets; }
-  // Sums of four columns to a peer's arena, and those that a peer has sent.
-  __device__ __forceinline__ void send(uint32_t peer, uint32_t row, uint32_t column, float4 v) const {
-    if (!as_packets()) return store(cta_.staging(peer), row, column, v);
-    uint64_t* to = cta_.packets(peer) + offset(row, column) / 4;
-    uint32_t flag = schedule::signal_value(cta_.epoch);
-    if constexpr (C::kFloatOut) {
-      ptx::store_packets(to, __float_as_uint(v.x), __float_as_uint(v.y), flag);
-      ptx::store_packets(to + 2, __float_as_uint(v.z), __float_as_uint(v.w), flag);
-    } else {
-      uint2 bits = packed(v);
-      ptx::store_packets(to, bits.x, bits.y, flag);
-    }
-  }
-  __device__ __forceinline__ float4 receive(uint32_t peer, uint32_t row, uint32_t column, uint32_t tile) const {
-    if (!as_packets()) return load(cta_.staging(cta_.params.rank), row, column);
-    uint64_t const* from = cta_.packets(cta_.params.rank) + offset(row, column) / 4;
-    uint2 low = awaited(from, peer, tile);
-    if constexpr (!C::kFloatOut) return unpacked(low);
-    uint2 high = awaited(from + 2, peer, tile);
-    return make_float4(__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(high.x), __uint_as_float(high.y));
-  }
-  // The data of two packets, when they are this call's.
-  __device__ __forceinline__ uint2 awaited(uint64_t const* from, uint32_t peer, uint32_t tile) const {
-    uint32_t wanted = schedule::signal_value(cta_.epoch);
-    uint64_t start = 0;
-    for (uint32_t looks = 1;; ++looks) {
-      ptx::Packets p = ptx::load_packets(from);
-      if (p.first_flag == wanted && p.second_flag == wanted) return make_uint2(p.first, p.second);
-      if (looks % 256 != 0 || cta_.params.timeout_ns == 0) continue;
-      uint64_t now = ptx::nanoseconds();
-      if (start == 0) start = now;
-      if (now - start > cta_.params.timeout_ns) give_up(cta_, peer, cta_.slice, tile, p.first_flag, wanted);
-    }
-  }
-  static __device__ __forceinline__ float4 rounded(float4 v) {
-    if constexpr (C::kFloatOut)
-      return v;
-    else
-      return unpacked(packed(v));
-  }
-
-  // One piece of one slice of the own chunk, 16 bytes a thread at a time, of which a row is a multiple.
-  __device__ __forceinline__ void copy(uint32_t slice, uint32_t piece, uint32_t pieces) const {
-    FewRowsParams const& p = cta_.params;
-    constexpr uint32_t kAtOnce = 16 / C::kElementBytes;
-    uint32_t begin = slice * p.slice_blocks * C::kBlockK;
-    if (begin >= p.shape.k) return;
-    uint32_t across = schedule::smaller(p.slice_blocks * C::kBlockK, p.shape.k - begin) / kAtOnce;
-    uint32_t count = across * p.shape.chunk_rows;
-    uint32_t each = schedule::ceil_div(count, pieces), last = schedule::smaller(count, (piece + 1) * each);
-    for (uint32_t v = piece * each + thread_; v < last; v += C::kConsumerThreads) {
-      uint32_t row = v / across, column = begin + (v - row * across) * kAtOnce;
-      uint4 bits = __ldg(reinterpret_cast<uint4 const*>(p.x_data + (uint64_t(row) * p.shape.k + column) * C::kElementBytes));
-      uint64_t to = (uint64_t(p.rank * p.shape.chunk_rows + row) * p.shape.k + column) * C::kElementBytes;
-      for (uint32_t i = 1; i <= p.shape.ranks; ++i) {
-        uint32_t destination = (p.rank + i) % p.shape.ranks;  // the own staging last
-        *reinterpret_cast<uint4*>(cta_.staging(destination) + to) = bits;
-      }
-    }
+  __device__ __forceinline__ uint32_t owner(uint32_t row) const {
+    return C::kScatter ? row / cta_.params.shape.m_shard % cta_.params.shape.ranks : cta_.params.rank;
   }
 
   FewRowsCta<C> const& cta_;
-  uint32_t thread_, portion_;  // a portion has 1 << portion_ rows
-  uint32_t stage_ = 0, phase_ = 0;
+  uint32_t thread_, slices_log2_;
+  uint32_t stage_ = 0, phase_ = 0, tiles_ = 0;  // traded
   float acc_[C::kRows / 2];
 };
 

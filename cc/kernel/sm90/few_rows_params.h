@@ -17,6 +17,7 @@ struct FewRowsParams {
   schedule::FewRows shape;
   uint32_t rank;
   uint32_t k_blocks, slice_blocks;  // of 128 bytes: all, and a slice's
+  uint32_t stages;                  // few_rows_stages.h
   uint32_t clusters;                // launched
   uint8_t const* x_data;
   uint8_t* y;

@@ -26,7 +26,7 @@ namespace {
 using namespace entwine;
 using schedule::Transport;
 
-constexpr uint64_t kPoolBytes = 448ull << 20;
+constexpr uint64_t kPoolBytes = 768ull << 20;
 
 // The one that every call of the team's tests fits into.
 schedule::ArenaLayout layout_of(uint32_t ranks) {
