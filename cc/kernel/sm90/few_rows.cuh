@@ -11,8 +11,9 @@
 // waits for those that it adds. Meanwhile w of the next tile streams in.
 //
 //   full, empty, full_x   of a stage: w (and x) have come; all consumer warps have read them; x has come, where it comes later
-//   claim_told            a claim has come from the leader CTA; of four slots, since no role can fall two tiles behind another
-//   sums_come, sums_read  of a tile: all slices' sums; all warps of all CTAs are done with them
+//   claim_told            a claim has come from the leader CTA, into one of two slots
+//   sums_come, sums_read  of a tile: all slices' sums; in all CTAs the consumers are done with them, and all have got the next
+//                         claim, so that the one after it may take the slot of this
 //
 // Memory order. Within a cluster sums and claims are asynchronous stores that complete a barrier of their destination, which
 // costs no fence; that a warp has read sums is told after it has used them. Copies of x and sums travel by generic stores;
@@ -55,7 +56,7 @@ __device__ __forceinline__ void few_rows_matmul(FewRowsParams const& params) {
     }
     for (uint32_t s = 0; s < kClaimSlots; ++s) ptx::mbarrier_init(cta.claim_told(s), 1);
     ptx::mbarrier_init(cta.sums_come(), 1);
-    ptx::mbarrier_init(cta.sums_read(), kConsumers * 4 * params.shape.slices);
+    ptx::mbarrier_init(cta.sums_read(), (kConsumers * 4 + 1) * params.shape.slices);
     ptx::mbarrier_init_fence();
   }
   __syncwarp();
@@ -68,11 +69,14 @@ __device__ __forceinline__ void few_rows_matmul(FewRowsParams const& params) {
     FewRowsLoader<C> loader(cta);
     for (uint32_t told = 0;; ++told) {
       uint32_t slot = told % kClaimSlots;
-      if (claims)
+      if (claims) {
+        if (told >= kClaimSlots) ptx::mbarrier_wait(cta.sums_read(), told & 1);
         for (uint32_t i = 0; i < params.shape.slices; ++i)
           ptx::post_words(cta.claimed(slot), cta.claim_told(slot), i, mine.position, mine.epoch);
+      }
       uint32_t tile = claimed.next();
       if (tile >= tiles) return;
+      if (told != 0 && threadIdx.x < params.shape.slices) ptx::mbarrier_arrive_at_cta(cta.sums_read(), threadIdx.x);
       loader.load(tile);  // while the consumers finish the tile before
       if (claims) mine = claim(params, cta.control());
       __syncwarp();

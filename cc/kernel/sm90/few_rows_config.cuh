@@ -14,7 +14,7 @@
 
 namespace entwine::sm90 {
 
-constexpr uint32_t kClaimSlots = 4;
+constexpr uint32_t kClaimSlots = 2;
 
 template <schedule::Op kOp_, uint32_t kRows_, Operands kOperands_, bool kTransposedW_, bool kFloatOut_>
 struct FewRowsConfig {

@@ -20,8 +20,10 @@ class FewRowsConsumer {
  public:
   __device__ __forceinline__ FewRowsConsumer(FewRowsCta<C> const& cta, uint32_t thread)
       : cta_(cta), thread_(thread), slices_log2_(31 - __clz(cta.params.shape.slices)) {
-    // Worked out while w is on its way. All consumers meet before any asks.
-    if (!kPlain && thread < C::kRows) ptx::store_shared(cta.place(thread), y_row(thread) << 8 | owner(thread));
+    if constexpr (!kPlain) {  // worked out while w is on its way
+      if (thread < C::kRows) ptx::store_shared(cta.place(thread), y_row(thread) << 8 | owner(thread));
+      sync();
+    }
   }
 
   __device__ __forceinline__ void multiply() {

@@ -33,8 +33,9 @@ std::vector<Geometry> exact_shapes(uint32_t ranks) {
   for (uint32_t m_shard : {2u, 13u, 31u, 50u})
     for (uint32_t n : {136u, 1160u})
       shapes.push_back(geometry_of(ranks, m_shard == 2 ? 3 : 1, m_shard, n, n == 136 ? 1040 : 4176));
-  // So many columns that a slice of few rows is all of k, and too deep to keep x in shared memory; several tiles a cluster.
-  for (uint32_t k : {4168u, 4176u}) shapes.push_back(geometry_of(ranks, 1, 2, 8584, k));
+  // So many columns that a slice of few rows is all of k, and too deep to keep x in shared memory; several tiles a cluster. Or
+  // so shallow that w of the next tiles has come long before a tile is finished.
+  for (uint32_t k : {4168u, 4176u, 8u, 16u}) shapes.push_back(geometry_of(ranks, 1, 2, 8584, k));
   return shapes;
 }
 
