@@ -212,6 +212,7 @@ cudaError_t launch(Call const& call, cudaStream_t stream) {
   p.gated = call.products.gated;
   p.gather = gather_of(call);
   set_arena(call, p);
+  p.arrivals_offset = call.arena.arrivals_offset();
   if (call.trace != nullptr) {
     p.trace = call.trace;
     p.trace_capacity = trace_shape(call).capacity;

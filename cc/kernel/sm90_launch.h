@@ -30,7 +30,6 @@ template <class AnyParams>
 void set_arena(Call const& call, AnyParams& p) {
   p.rank = call.rank;
   for (uint32_t r = 0; r < call.geometry.ranks; ++r) p.arena[r] = call.arenas[r];
-  p.arrivals_offset = call.arena.arrivals_offset();
   p.signals_offset = call.arena.signals_offset();
   p.staging_offset = call.arena.staging_offset(0);
   p.staging_half = call.arena.staging_half;

@@ -38,9 +38,8 @@ struct FewRows {
   uint32_t room;    // rows of the kernel that takes them
   bool packets;     // sums, or x, travel as packets
 
-  ENTWINE_HOST_DEVICE constexpr uint32_t words(Op op) const {
-    return packets ? 0 : slices * (op == Op::kAllGatherMatmul ? pieces : tiles);
-  }
+  // Signals of one source, where nothing travels as packets.
+  ENTWINE_HOST_DEVICE constexpr uint32_t words(Op op) const { return slices * (op == Op::kAllGatherMatmul ? pieces : tiles); }
   // Values in one source's part of what a rank receives, those of missing rows and columns too.
   ENTWINE_HOST_DEVICE constexpr uint64_t received(Op op) const {
     return op == Op::kAllGatherMatmul ? uint64_t(chunk_rows) * k : uint64_t(tiles) * kFewRowsTileN * octets * kOctet;
@@ -91,10 +90,10 @@ constexpr ArenaDemand call_demand(Op op, Form form, Geometry const& g, uint32_t 
                                   Gathering const& beside = {}, bool moved = false) {
   if (form == Form::kTiles) return arena_demand(op, g, parts, element_bytes, beside, moved);
   FewRows f = few_rows(op, g);
-  uint64_t peers = f.received(op) * element_bytes * (f.ranks - 1);
+  uint64_t each = f.received(op) * element_bytes, peers = each * (f.ranks - 1);
   if (f.packets) return {0, 0, round_up(2 * peers, 1024)};
   // Gathered rows are read as one matrix, the own ones among them.
-  return {f.words(op), round_up(op == Op::kAllGatherMatmul ? peers + f.received(op) * element_bytes : peers, 1024)};
+  return {f.words(op), round_up(op == Op::kAllGatherMatmul ? peers + each : peers, 1024)};
 }
 
 }  // namespace entwine::schedule

@@ -55,12 +55,6 @@ __device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
   return value;
 }
 
-__device__ __forceinline__ uint64_t load_relaxed_64(uint64_t const* word) {
-  uint64_t value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void count_relaxed(uint32_t* word) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
 }

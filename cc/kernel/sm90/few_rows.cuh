@@ -1,7 +1,7 @@
 // The kernel for few rows (decode). schedule/few_rows.h says how the work is cut.
 //
 //   warp 0       loader      claims tiles for the cluster (in its leader CTA); streams its slice of w's columns, and x's rows
-//                            beside it where they don't stay; of both CTAs nobody else's
+//                            beside it where they don't stay
 //   warps 4-11   consumers   all-gather: first they send the own chunk of x to every rank. Then wgmma with w as the left
 //                            operand, so that 64 of its columns meet any number of rows: y^T = w^T x^T
 //
@@ -70,7 +70,7 @@ __device__ __forceinline__ void few_rows_matmul(FewRowsParams const& params) {
     for (uint32_t told = 0;; ++told) {
       uint32_t slot = told % kClaimSlots;
       if (claims) {
-        if (told >= kClaimSlots) ptx::mbarrier_wait(cta.sums_read(), told & 1);
+        if (told >= kClaimSlots) ptx::mbarrier_wait(cta.sums_read(), (told - kClaimSlots) & 1);
         for (uint32_t i = 0; i < params.shape.slices; ++i)
           ptx::post_words(cta.claimed(slot), cta.claim_told(slot), i, mine.position, mine.epoch);
       }

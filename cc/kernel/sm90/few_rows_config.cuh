@@ -36,8 +36,8 @@ struct FewRowsConfig {
   static constexpr uint32_t kTileN = schedule::kFewRowsTileN, kConsumerThreads = kConsumers * 128;
   static constexpr uint32_t kWBytes = kFewRowsWBytes, kXBytes = kRows * kBlockBytes;
   static constexpr uint32_t kBarriers = kFewRowsBytes, kClaims = kBarriers + 24 * kFewRowsStagesMost,
-                            kPlaces = kClaims + 16 * kClaimSlots + 32;
-  static constexpr uint32_t kAllocated = kPlaces + 4 * kRows + 1024;  // room to align the base
+                            kHomes = kClaims + 16 * kClaimSlots + 32;
+  static constexpr uint32_t kAllocated = kHomes + 4 * kRows + 1024;  // room to align the base
   static_assert(kAllocated <= kSharedLimit, "shared memory of one CTA");
 };
 
@@ -67,7 +67,7 @@ struct FewRowsCta : ArenaView<FewRowsParams> {
   // The unit that this CTA's copiers have claimed.
   __device__ __forceinline__ uint32_t claimed_unit() const { return sums_come() + 16; }
   // Of each row: y's row, and the rank that adds it up.
-  __device__ __forceinline__ uint32_t place(uint32_t row) const { return base + C::kPlaces + 4 * row; }
+  __device__ __forceinline__ uint32_t home(uint32_t row) const { return base + C::kHomes + 4 * row; }
 
   __device__ __forceinline__ uint64_t* packets(uint32_t rank) const {
     return reinterpret_cast<uint64_t*>(params.arena[rank] + params.packets_offset + parity() * params.packets_half);
@@ -77,6 +77,17 @@ struct FewRowsCta : ArenaView<FewRowsParams> {
   __device__ __forceinline__ uint32_t blocks() const {
     uint32_t first = first_block();
     return first >= params.k_blocks ? 0 : schedule::smaller(params.slice_blocks, params.k_blocks - first);
+  }
+};
+
+// A stage and the parity of its barriers.
+struct StageCursor {
+  uint32_t stage, phase;
+  __device__ __forceinline__ void next(uint32_t stages) {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
   }
 };
 

@@ -21,7 +21,7 @@ class FewRowsConsumer {
   __device__ __forceinline__ FewRowsConsumer(FewRowsCta<C> const& cta, uint32_t thread)
       : cta_(cta), thread_(thread), slices_log2_(31 - __clz(cta.params.shape.slices)) {
     if constexpr (!kPlain) {  // worked out while w is on its way
-      if (thread < C::kRows) ptx::store_shared(cta.place(thread), y_row(thread) << 8 | owner(thread));
+      if (thread < C::kRows) ptx::store_shared(cta.home(thread), y_row(thread) << 8 | owner(thread));
       sync();
     }
   }
@@ -93,12 +93,12 @@ class FewRowsConsumer {
     for (float& value : acc_) value = 0;
     uint32_t blocks = cta_.blocks();
     for (uint32_t block = 0; block < blocks; ++block) {
-      ptx::mbarrier_wait(cta_.full(stage_), phase_);
+      ptx::mbarrier_wait(cta_.full(at_.stage), at_.phase);
       if constexpr (C::kGather)
-        if (!cta_.resident()) ptx::mbarrier_wait(cta_.full_x(stage_), phase_);
+        if (!cta_.resident()) ptx::mbarrier_wait(cta_.full_x(at_.stage), at_.phase);
       uint64_t w =
-          ptx::wgmma_descriptor(cta_.w(stage_) + thread_ / 128 * 64 * kBlockBytes, C::kTransposedW ? 16 : kImageBytes, 1024);
-      uint64_t x = ptx::wgmma_descriptor(cta_.x(cta_.resident() ? block : stage_), 16, 1024);
+          ptx::wgmma_descriptor(cta_.w(at_.stage) + thread_ / 128 * 64 * kBlockBytes, C::kTransposedW ? 16 : kImageBytes, 1024);
+      uint64_t x = ptx::wgmma_descriptor(cta_.x(cta_.resident() ? block : at_.stage), 16, 1024);
       pin();
       ptx::wgmma_fence();
 #pragma unroll
@@ -108,11 +108,8 @@ class FewRowsConsumer {
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       pin();
-      if (thread_ % 32 == 0) ptx::mbarrier_arrive(cta_.empty(stage_));
-      if (++stage_ == cta_.params.stages) {
-        stage_ = 0;
-        phase_ ^= 1;
-      }
+      if (thread_ % 32 == 0) ptx::mbarrier_arrive(cta_.empty(at_.stage));
+      at_.next(cta_.params.stages);
     }
   }
 
@@ -159,7 +156,7 @@ class FewRowsConsumer {
     uint32_t rows = cta_.params.shape.rows, row = octet_of(i) * schedule::kOctet + thread_ % 4 * 2;
     if (row >= rows) return 0;
     if constexpr (!C::kScatter) return ~0u;
-    uint32_t first = ptx::load_shared(cta_.place(row)), second = row + 1 < rows ? ptx::load_shared(cta_.place(row + 1)) : first;
+    uint32_t first = ptx::load_shared(cta_.home(row)), second = row + 1 < rows ? ptx::load_shared(cta_.home(row + 1)) : first;
     return 1u << first % 256 | 1u << second % 256;
   }
   // In values: where `source` leaves this thread's sums of octet `i` with `keeper`, and how far apart octets are.
@@ -221,31 +218,18 @@ class FewRowsConsumer {
         continue;
       }
       uint64_t at = place(p.rank, source, tile, first);
-      Sums<C> from[kPass];
-      auto load = [&](uint32_t which) {
-#pragma unroll
-        for (uint32_t i = 0; i < kPass; ++i) {
-          if ((which >> i & 1) == 0) continue;
-          if (as_packets())
-            from[i].look(packets, at + i * step());
-          else
-            from[i].load(staging, at + i * step());
-        }
-      };
+      ptx::Packets from[kPass][kSumPairs<C>];
       if (as_packets()) {
-        uint32_t flag = schedule::signal_value(cta_.epoch);
-        await_packets(cta_, mine, source, tile, load, [&](uint32_t which) {
-#pragma unroll
-          for (uint32_t i = 0; i < kPass; ++i)
-            if (from[i].seen(flag)) which &= ~(1u << i);
-          return which;
-        });
+        await_packets(
+            cta_, mine, source, tile, [&](uint32_t i) { return packets + (at + i * step()) / kValuesPerPacket<C>; }, from);
       } else {
-        load(mine);
+#pragma unroll
+        for (uint32_t i = 0; i < kPass; ++i)
+          if ((mine >> i & 1) != 0) load_sums<C>(staging, at + i * step(), from[i]);
       }
 #pragma unroll
       for (uint32_t i = 0; i < kPass; ++i)
-        if ((mine >> i & 1) != 0) from[i].add_to(total[i]);
+        if ((mine >> i & 1) != 0) add_sums<C>(from[i], total[i]);
     }
 #pragma unroll
     for (uint32_t i = 0; i < kPass; ++i)
@@ -295,7 +279,7 @@ class FewRowsConsumer {
         v[j] = ptx::load_shared_f32x4(y_place(octet, row_in_octet, in_tile));
         bool inside = i + j < end && row < p.shape.rows;
         if constexpr (!kPlain) {
-          row = ptx::load_shared(cta_.place(row));
+          row = ptx::load_shared(cta_.home(row));
           inside = inside && row % 256 == p.rank;
           row /= 256;
         }
@@ -338,7 +322,8 @@ class FewRowsConsumer {
 
   FewRowsCta<C> const& cta_;
   uint32_t thread_, slices_log2_;
-  uint32_t stage_ = 0, phase_ = 0, tiles_ = 0;  // traded
+  StageCursor at_{0, 0};
+  uint32_t tiles_ = 0;  // traded
   float acc_[C::kRows / 2];
 };
 

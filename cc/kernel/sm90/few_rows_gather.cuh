@@ -72,23 +72,11 @@ class FewRowsGather {
       } else {
         uint64_t const* words = cta_.packets(p.rank) + (schedule::peer_slot(p.rank, source) * chunk_bytes() + from) / 4;
         keep(row, part, parts, bytes, inside, [&](uint32_t at, uint32_t step, uint32_t which, uint32_t (&data)[kAtOnce][2]) {
-          uint32_t flag = schedule::signal_value(cta_.epoch), seen = 0;
-          await_packets(
-              cta_, which, source, row,
-              [&](uint32_t missing) {
-                seen = 0;
-                ptx::Packets packets[kAtOnce];
+          ptx::Packets packets[kAtOnce][1];
+          await_packets(cta_, which, source, row, [&](uint32_t i) { return words + (at + i * step) / 4; }, packets);
 #pragma unroll
-                for (uint32_t i = 0; i < kAtOnce; ++i)
-                  if ((missing >> i & 1) != 0) packets[i] = ptx::load_packets(words + (at + i * step) / 4);
-#pragma unroll
-                for (uint32_t i = 0; i < kAtOnce; ++i) {
-                  if ((missing >> i & 1) == 0 || !packets[i].are(flag)) continue;
-                  data[i][0] = packets[i].first, data[i][1] = packets[i].second;
-                  seen |= 1u << i;
-                }
-              },
-              [&](uint32_t missing) { return missing & ~seen; });
+          for (uint32_t i = 0; i < kAtOnce; ++i)
+            if ((which >> i & 1) != 0) data[i][0] = packets[i][0].first, data[i][1] = packets[i][0].second;
         });
       }
     }

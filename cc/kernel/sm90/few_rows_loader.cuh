@@ -39,17 +39,6 @@ class FewRowsLoader {
   }
 
  private:
-  // A stage and its barriers' parity.
-  struct Cursor {
-    uint32_t stage, phase;
-    __device__ __forceinline__ void next(uint32_t stages) {
-      if (++stage == stages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-  };
-
   // A lane for each piece of the slice, of all ranks.
   __device__ __forceinline__ void await_x() const {
     schedule::FewRows const& s = cta_.params.shape;
@@ -70,7 +59,7 @@ class FewRowsLoader {
     ptx::mbarrier_wait(cta_.empty(w_.stage), w_.phase);
     uint32_t k = (cta_.first_block() + block) * C::kBlockK, n = tile * C::kTileN, to = cta_.w(w_.stage),
              full = cta_.full(w_.stage);
-    ptx::mbarrier_arrive_expect(full, C::kGather || cta_.resident() ? C::kWBytes : C::kWBytes + C::kXBytes);
+    ptx::mbarrier_arrive_expect(full, C::kGather ? C::kWBytes : C::kWBytes + C::kXBytes);
     if constexpr (C::kTransposedW) {
       ptx::tma_load_2d(&cta_.params.w, to, full, k, n);
     } else {
@@ -89,7 +78,7 @@ class FewRowsLoader {
   }
 
   FewRowsCta<C> const& cta_;
-  Cursor w_{0, 1}, x_{0, 1}, landing_{0, 0};
+  StageCursor w_{0, 1}, x_{0, 1}, landing_{0, 0};
   uint32_t in_flight_ = 0;
   bool gathered_ = false;
 };

@@ -23,7 +23,7 @@ struct FewRowsParams {
   uint8_t* y;
 
   uint8_t* arena[schedule::kMaxRanks];  // every rank's, mapped here
-  uint64_t arrivals_offset, signals_offset, packets_offset, packets_half, staging_offset, staging_half;
+  uint64_t signals_offset, packets_offset, packets_half, staging_offset, staging_half;
   uint32_t words_per_source;
 
   uint64_t timeout_ns;
